@@ -170,22 +170,19 @@ class ProcessCollectives:
                     f"{rank}: register them in the same order (that of a set differs between processes)"
                 )
 
-    def gather_steps(
-        self, n_samples: int, n_runs: int, merged: Any, orders: dict[frozenset[str], list[str]]
-    ) -> list[int]:
+    def gather_steps(self, n_samples: int, n_runs: int, merged: Any) -> list[int]:
         """Return the number of samples of each process in the next step.
 
         Args:
             n_runs: The number of steps before it.
             merged: The names of what it merges, by exchange, or None if they are not known yet.
-            orders: The orders of feeds for a loss of any arguments, by their names.
 
         Raises:
-            UserError: Another process is at another step, as after a state was loaded in some only, runs
-                another executor, or gives the loss its arguments in another order.
+            UserError: Another process is at another step, as after a state was loaded in some only, or runs
+                another executor.
         """
-        gathered = self.gather("begins a step", (n_samples, n_runs, merged, self._number, orders))
-        counts, runs, self._merged, numbers, others = zip(*gathered, strict=True)
+        gathered = self.gather("begins a step", (n_samples, n_runs, merged, self._number))
+        counts, runs, self._merged, numbers = zip(*gathered, strict=True)
         for rank, number in enumerate(numbers):
             if number != self._number:
                 raise UserError(
@@ -198,14 +195,6 @@ class ProcessCollectives:
                     f"group: {n_runs} steps lie behind this process and {other} behind the group's process "
                     f"{rank}: load the same state in all processes"
                 )
-        agreed: dict[frozenset[str], list[str]] = {}
-        for rank, theirs in enumerate(others):
-            for names, order in theirs.items():
-                if order != (first := agreed.setdefault(names, order)):
-                    raise UserError(
-                        f"group: the loss got {', '.join(order)} in the group's process {rank} and "
-                        f"{', '.join(first)} in another: make new executors, with feeds in one order"
-                    )
         return list(counts)
 
     def report_failure(self, error: Exception) -> None:

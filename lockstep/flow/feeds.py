@@ -12,36 +12,30 @@ Feed = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 Batch = list[torch.Tensor]
 
 
-def batch_names(function: Callable[..., Any], what: str) -> list[str] | None:
-    """Return the names of a function's arguments after the model, or None if it takes any."""
+def batch_names(function: Callable[..., Any], what: str) -> list[str]:
+    """Return the names of a function's arguments after the model."""
     if not callable(function):
         raise UserError(f"{what} is a function of the model and a batch, not {function!r}")
     parameters = list(inspect.signature(function).parameters.values())
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return None
+        raise UserError(f"{what} takes *args: name the arguments that the feed gives: {what}(model, images)")
     taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(taken) < 2:
         raise UserError(f"{what} takes the model and a batch: {what}(model, images, labels)")
     return taken[1:]
 
 
-def split_feed(
-    feed: Feed, names: list[str] | None, n_devices: int, orders: dict[frozenset[str], list[str]]
-) -> list[Batch]:
+def split_feed(feed: Feed, names: list[str], n_devices: int) -> list[Batch]:
     """Return the batch of each device, in the order of the names; empty for a device without samples.
 
     A dictionary is split as evenly as possible; the first devices have one sample more.
-
-    Args:
-        names: Of the function's arguments, or None: the first feed with these names gives their order.
-        orders: The orders of earlier feeds, by their names.
 
     Raises:
         UserError: Names differ, numbers of samples differ, there are no samples, or a list has a wrong
             length.
     """
     if isinstance(feed, Mapping):
-        whole = _batch(feed, names or orders.setdefault(frozenset(feed), list(feed)))
+        whole = _batch(feed, names)
         n_samples = len(whole[0])
         if not n_samples:
             raise UserError("the feed has no samples: give at least one")
@@ -54,8 +48,6 @@ def split_feed(
         )
     if len(feed) != n_devices:
         raise UserError(f"the feed is a list for {len(feed)} devices: there are {n_devices}, give one each")
-    first = list(next(filter(None, feed), ()))
-    names = names or orders.setdefault(frozenset(first), first)
     batches = [_batch(each, names) if each else [] for each in feed]
     batches = [batch if batch and len(batch[0]) else [] for batch in batches]
     if not any(batches):
@@ -68,8 +60,8 @@ def _batch(feed: Mapping[str, Any], names: list[str]) -> Batch:
         if name not in names:
             raise UserError(f"the feed has '{name}'{nearest(str(name), names)}: it takes {', '.join(names)}")
     missing = [name for name in names if name not in feed]
-    if missing or not names:
-        raise UserError(f"the feed lacks {', '.join(missing) or 'tensors'}: it takes {', '.join(names)}")
+    if missing:
+        raise UserError(f"the feed lacks {', '.join(missing)}: it takes {', '.join(names)}")
     batch = [_tensor(name, feed[name]) for name in names]
     for name, tensor in zip(names, batch, strict=True):
         if tensor.layout is not torch.strided:

@@ -102,7 +102,6 @@ class ParallelExecutor:
         self._merger = GradientMerger(self._replicas, not owner_updates, compress, self._processes)
         self._step = steps.StepRecorder(self._replicas, self._buckets, loss, self._merger, model)
         self._programs: dict[Any, tuple[CapturedProgram, steps.Merged]] = {}
-        self._orders: dict[frozenset[str], list[str]] = {}  # of feeds for functions of any arguments
         self._n_runs = 0
         self._failure = ""
         self._loading = False  # whether load_state_dict has begun and not finished
@@ -125,7 +124,7 @@ class ParallelExecutor:
         if self._failure:
             raise UserError(f"an earlier run has failed ({self._failure}): load_state_dict first")
         self._check_loaded()
-        batches = split_feed(feed, self._names, len(self.devices), self._orders)
+        batches = split_feed(feed, self._names, len(self.devices))
         fetch = _names(fetch)
         key = self._key(("run", *fetch), batches)
         shares, fractions = self._shares(batches, key)
@@ -156,7 +155,7 @@ class ParallelExecutor:
             merge: As in `run`.
         """
         self._check_loaded()
-        batches = split_feed(feed, batch_names(function, "function"), len(self.devices), self._orders)
+        batches = split_feed(feed, batch_names(function, "function"), len(self.devices))
         fetch = _names(fetch)
         key = self._key((function, *fetch), batches)
         shares, fractions = self._shares(batches)
@@ -272,7 +271,7 @@ class ParallelExecutor:
         counts, rank = [sum(rows)], 0
         if key is not None and self._processes is not None:
             _, merged = self._programs.get(key, (None, None))
-            counts = self._processes.gather_steps(sum(rows), self._n_runs, merged, self._orders)
+            counts = self._processes.gather_steps(sum(rows), self._n_runs, merged)
             rank = self._processes.rank
         total, first = sum(counts), sum(counts[:rank])
         keys = torch.from_numpy(dropout.sample_keys(self._seed, self._n_runs, total))

@@ -203,21 +203,6 @@ def one_network_on(whole: dict[str, torch.Tensor]) -> Results:
         return made.replica(0)
 
 
-def test_a_loss_of_any_arguments_gets_them_in_one_order() -> None:
-    """Each device and step took the order of its own dictionary: one got the targets as its inputs."""
-    x, y = torch.ones(4, 3), torch.zeros(4, 3)
-    with flow.Engine(flow.cpus(2, threads=1)) as engine:
-        made = flow.ParallelExecutor(
-            nn.Linear(3, 3), lambda model, *batch: (model(batch[0]) - batch[1]).square().mean(),
-            lambda p: torch.optim.SGD(p, 0.0), engine.devices,
-        )  # fmt: skip
-        one = made.run([{"x": x[:2], "y": y[:2]}, {"x": x[2:], "y": y[2:]}])
-        other = made.run([{"x": x[:2], "y": y[:2]}, {"y": y[2:], "x": x[2:]}])
-        whole = made.run({"y": y, "x": x})
-    assert torch.equal(one["loss"], other["loss"])
-    assert torch.equal(one["loss"], whole["loss"])
-
-
 def test_scales_of_gradients() -> None:
     gradients: dict[Any, torch.Tensor] = {}
     for scale in ("mean", "sum", (0.5, 0.5), (1.0, 0.0)):
@@ -1035,6 +1020,7 @@ BAD_SETTINGS = [
     ({"loss": lambda model, x, labels: (model(x).sum(), {"loss": x})}, "the name of the loss itself"),
     ({"loss": lambda model, x, labels: x.mean()}, "the loss depends on no parameter"),
     ({"loss": lambda model: model}, "takes the model and a batch"),
+    ({"loss": lambda model, *batch: model(*batch)}, r"loss takes \*args: name the arguments"),
 ]
 
 

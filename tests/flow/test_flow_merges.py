@@ -706,20 +706,6 @@ dist.destroy_process_group()
 """
 
 
-FEED_ORDERS = """
-names, message, devices = ("xy", "yx")[rank], "", flow.cpus(1)
-with flow.Engine(devices):
-    made = flow.ParallelExecutor(nn.Linear(3, 3), lambda model, *batch: (model(batch[0]) - batch[1]).mean(),
-                                 lambda p: torch.optim.SGD(p, 0.1), devices, group=dist.group.WORLD)
-    try:
-        made.run({name: torch.ones(2, 3) for name in names})
-    except UserError as error:
-        message = str(error)
-pickle.dump(message, open(sys.argv[4], "wb"))
-dist.destroy_process_group()
-"""
-
-
 def two_processes(folder: Path, settings: str, program: str = PROCESS) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -841,13 +827,6 @@ def test_processes_with_modules_in_other_orders_or_other_tensors_as_rates_are_re
 ) -> None:
     """A layer got the weights of another one; layers of other sizes ended the process."""
     assert all(found.startswith(words) for found in two_processes(tmp_path, settings, UNLIKE))
-
-
-def test_processes_whose_losses_take_feeds_in_other_orders_are_refused(tmp_path: Path) -> None:
-    """One trained with the targets as its inputs, without a word."""
-    message, other = two_processes(tmp_path, "", FEED_ORDERS)
-    assert message == other
-    assert message.startswith("group: the loss got y, x in the group's process 1 and x, y in another")
 
 
 def test_executors_of_two_groups_share_devices(tmp_path: Path) -> None:
