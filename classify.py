@@ -59,7 +59,7 @@ def main() -> int:
         folder = arguments.run or runfolder.newest(arguments.runs)
         overrides = ["devices=[cpu]", *arguments.override]
         config, checkpoint = open_checkpoint(folder, arguments.epoch, overrides)
-        dataset = describe_dataset(folder, config, arguments.override, checkpoint.state.dataset)
+        dataset = describe_dataset(folder, config, arguments.override, checkpoint.path.stem)
         config = dataclasses.replace(config, batch_size=1)
         configure(config)
         threshold = threshold_of(config, arguments.threshold)
@@ -170,20 +170,20 @@ def classify_all(
 
 
 @refusing_unusable_paths()
-def describe_dataset(folder: Path, config: Config, overrides: list[str], digest: str) -> Description:
+def describe_dataset(folder: Path, config: Config, overrides: list[str], checkpoint: str) -> Description:
     """Return the dataset's description in the run's folder, or that of the dataset if `overrides` name one.
 
     Args:
         folder: The run's folder.
         config: The run's configuration.
         overrides: Settings as key=value.
-        digest: Of the dataset that the checkpoint was trained on.
+        checkpoint: The name of the checkpoint that is used.
 
     Raises:
         UserError: Neither can be used.
     """
     overridden = {override.partition("=")[0] for override in overrides}
-    saved = None if overridden & DATA_KEYS else read_description(folder, digest)
+    saved = None if overridden & DATA_KEYS else read_description(folder, checkpoint)
     return saved or open_dataset(config).description
 
 

@@ -67,12 +67,14 @@ def main(interrupts: Interrupts) -> int:
         for path in filter(None, (arguments.json, arguments.csv)):
             check_place(path)
         config, checkpoint = open_checkpoint(arguments.run, arguments.epoch, arguments.overrides)
-        dataset, notes = open_data(config, arguments.run, checkpoint.state.dataset)
+        own_mean = any(override.startswith("mean_file=") for override in arguments.overrides)
+        dataset, notes = open_data(config, arguments.run, checkpoint.path.stem, own_mean)
         for note in [*notes, *notes_on_dataset(config, dataset.digest, checkpoint)]:
             show(f"note: {note}", "stderr")
         n_views = N_VIEWS if arguments.ten_crops else 1
         evaluation = new_evaluation(config, dataset)
-        exit_status = evaluate(evaluation, config, checkpoint, len(dataset.val), n_views, interrupts)
+        n_images = len(dataset.val)
+        exit_status = evaluate(evaluation, config, checkpoint, n_images, n_views, own_mean, interrupts)
         if exit_status.code:
             show(f"{exit_status.traceback}lockstep: {exit_status.message or 'stopped as asked'}", "stderr")
             return exit_status.code
@@ -145,6 +147,7 @@ def evaluate(
     checkpoint: Checkpoint,
     n_images: int,
     n_views: int,
+    own_mean: bool,
     interrupts: Interrupts,
 ) -> ExitStatus:
     """Measure the validation images with one process per device."""
@@ -162,7 +165,7 @@ def evaluate(
                 show(f"note: {message.text}", "stderr")
 
         entry = "lockstep.evaluate.evaluation:run_validator"
-        arguments = [(plan, world, n_views) for world in World.on_one_host(len(config.devices))]
+        arguments = [(plan, world, n_views, own_mean) for world in World.on_one_host(len(config.devices))]
         return run_trainers(template, config.timeout, interrupts, entry, arguments, on_message)
 
 

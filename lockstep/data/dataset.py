@@ -81,10 +81,10 @@ class Dataset:
         """The facts that users of a trained network need."""
         names = self.class_names
         if self.survey:
-            return Description(names, self.mean, "squash", "apply", self.digest)
+            return Description(names, self.mean, "squash", "apply")
         if self.manifest is None:
             return Description(names, self.mean, "squash", "ignore")
-        return Description(names, self.mean, self.manifest.resize, self.manifest.orientation, self.digest)
+        return Description(names, self.mean, self.manifest.resize, self.manifest.orientation)
 
 
 Described = TypeVar("Described", Dataset, Description)
@@ -164,8 +164,8 @@ def with_mean(dataset: Described, mean: tuple[float, ...] | None) -> Described:
 
 
 def takes_mean_of_data(config: Config) -> bool:
-    """Return whether the mean is that of the training data. Otherwise the configuration gives it."""
-    return config.mean_file is None and config.subtract_mean in (None, "image", "channel")
+    """Return whether the mean is that of the data. Otherwise `subtract_mean` gives it."""
+    return config.subtract_mean in (None, "image", "channel")
 
 
 def as_subtracted(config: Config, mean: np.ndarray) -> np.ndarray:

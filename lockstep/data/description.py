@@ -1,10 +1,12 @@
 """The facts about a dataset that users of a trained network need: dataset.json and dataset_mean.npy.
 
-They are in a run's folder, so that `classify.py` works without the dataset. If a run is resumed on another
-dataset, the facts about the one before are kept for its checkpoints, with its digest in the files' names.
+They are in a run's folder, so that `classify.py` works without the dataset. A run may be resumed on another
+dataset, or with another mean. The facts before are then kept for its older checkpoints, in the files
+dataset-until-CHECKPOINT.json and dataset_mean-until-CHECKPOINT.npy.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +19,17 @@ from lockstep.files import read_array, write_array, write_text
 from lockstep.text import as_name
 
 NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
+_CHECKPOINT = re.compile(r"epoch_(\d+)(?:_at_(\d+))?")
 
 
 @dataclass(frozen=True)
 class Description:
-    """The facts about a dataset.
-
-    Attributes:
-        mean: The mean to subtract, float32 (row, column, channel).
-        resize: How images became square.
-        digest: Of the dataset; '' if it has none, or if the facts were written before digests were.
-    """
+    """Class names, the mean to subtract, float32 (row, column, channel), and how images became square."""
 
     class_names: tuple[str, ...]
     mean: np.ndarray
     resize: Resize
     orientation: Orientation
-    digest: str = ""
 
     @property
     def n_classes(self) -> int:
@@ -43,58 +39,91 @@ class Description:
     def image_shape(self) -> tuple[int, ...]:
         return self.mean.shape
 
+    def same_as(self, other: "Description") -> bool:
+        """Return whether all facts are equal."""
+        facts, others = (
+            (each.class_names, each.resize, each.orientation, each.image_shape) for each in (self, other)
+        )
+        return facts == others and bool((self.mean == other.mean).all())
 
-def write_description(folder: Path, description: Description) -> None:
-    """Write both files, and keep those of another dataset. Raise UserError if that fails."""
-    known = read_description(folder)
-    if known and known.digest != description.digest:
-        kept = _paths(folder, known.digest)
-        if not kept[0].exists():  # after a kill, `known` may have the mean of the other dataset
-            _write(known, *kept)
+
+def write_description(folder: Path, description: Description, start: str = "") -> None:
+    """Write both files, and keep those of the checkpoints so far if they differ.
+
+    Args:
+        folder: The run's folder.
+        description: Of the data that the run is trained on from now on.
+        start: The name of the checkpoint that the run resumes from, such as 'epoch_0003'; '' from scratch.
+
+    Raises:
+        UserError: A file can't be read or written.
+    """
+    known = read_description(folder, start) if start else None
+    if known and not known.same_as(description):
+        _write(known, *_paths(folder, f"-until-{start}"))
+    for name in _kept(folder):
+        if _position(name) > _position(start):  # of checkpoints that were damaged or removed
+            _remove(_paths(folder, f"-until-{name}"))
     _write(description, *_paths(folder))
 
 
 def _write(description: Description, path: Path, mean_path: Path) -> None:
-    keys = ("class_names", "resize", "orientation", "digest")
+    words = {key: getattr(description, key) for key in ("class_names", "resize", "orientation")}
     write_array(mean_path, description.mean)
-    write_text(path, json.dumps({key: getattr(description, key) for key in keys}, indent=0))
+    write_text(path, json.dumps(words, indent=0))
 
 
-def _paths(folder: Path, digest: str = "") -> tuple[Path, Path]:
-    """Return the paths of both files: those of the run's latest dataset, or kept ones with a digest."""
-    mark = f"-{digest[:12]}" if digest.isalnum() else ""  # a digest of a file is no path
-    names = (Path(name) for name in (NAME, MEAN_NAME))
-    first, second = (folder / f"{name.stem}{mark}{name.suffix}" for name in names)
+def _remove(paths: tuple[Path, Path]) -> None:
+    try:
+        for path in paths:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{paths[0]}: can't be removed: {error.strerror}") from error
+
+
+def _paths(folder: Path, mark: str = "") -> tuple[Path, Path]:
+    """Return the paths of both files, with a mark before the endings of their names."""
+    first, second = (folder / name.replace(".", f"{mark}.") for name in (NAME, MEAN_NAME))
     return first, second
 
 
-def read_description(folder: Path, digest: str = "") -> Description | None:
+def _kept(folder: Path) -> list[str]:
+    """Return the names of the checkpoints until which descriptions are kept, the oldest first."""
+    names = (path.stem.removeprefix("dataset-until-") for path in folder.glob("dataset-until-*.json"))
+    return sorted(filter(_CHECKPOINT.fullmatch, names), key=_position)
+
+
+def _position(name: str) -> tuple[int, float]:
+    """Return a sort key of a checkpoint's name; that of '' is the least."""
+    match = _CHECKPOINT.fullmatch(name)
+    return (int(match[1]), float(match[2] or "inf")) if match else (0, 0.0)
+
+
+def read_description(folder: Path, checkpoint: str = "") -> Description | None:
     """Return the description in a run's folder, or None if it has none.
 
     Args:
         folder: The run's folder.
-        digest: Of the dataset that a checkpoint was trained on. Without a kept description of it, and by
-            default, the description is that of the run's latest dataset.
+        checkpoint: The name of the checkpoint whose training data is meant; '': of the run's latest data.
 
     Raises:
         UserError: A file is damaged; the message names it.
     """
-    path, mean_path = _paths(folder, digest)
-    if not path.exists():
-        path, mean_path = _paths(folder)
+    kept = [name for name in _kept(folder) if checkpoint and _position(checkpoint) <= _position(name)]
+    path, mean_path = _paths(folder, f"-until-{kept[0]}" if kept else "")
     if not path.exists():
         return None
+    cure = "Use a later checkpoint." if kept else f"Remove {NAME} to read the dataset itself."
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
         names, resize, orientation = words["class_names"], words["resize"], words["orientation"]
-        own = str(words.get("digest", ""))
         if not all(isinstance(name, str) for name in names) or resize not in RESIZES:
             raise ValueError("class_names or resize")
         if orientation not in ORIENTATIONS:
             raise ValueError("orientation")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: can't be used: {error}. Remove it to read the dataset itself.") from error
-    return Description(tuple(map(as_name, names)), _read_mean(mean_path), resize, orientation, own)
+        raise UserError(f"{path}: can't be used: {error}. {cure}") from error
+    return Description(tuple(map(as_name, names)), _read_mean(mean_path, cure), resize, orientation)
 
 
 def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:
@@ -117,11 +146,11 @@ def check_same_classes(names: Sequence[str], data: str, description: Description
             )
 
 
-def _read_mean(path: Path) -> np.ndarray:
+def _read_mean(path: Path, cure: str) -> np.ndarray:
     try:
         mean = read_array(path)
     except UserError as error:
-        raise UserError(f"{error}. Remove {NAME} to read the dataset itself.") from error
+        raise UserError(f"{error}. {cure}") from error
     if mean.dtype != np.float32 or mean.ndim != 3 or mean.shape[2] > 4:
-        raise UserError(f"{path}: is no mean image. Remove {NAME} to read the dataset itself.")
+        raise UserError(f"{path}: is no mean image. {cure}")
     return mean

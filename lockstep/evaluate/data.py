@@ -10,16 +10,19 @@ from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_me
 from lockstep.data.description import MEAN_NAME, check_same_classes, read_description
 
 
-def open_data(config: Config, run: Path, digest: str = "") -> tuple[Dataset, list[str]]:
+def open_data(
+    config: Config, run: Path, checkpoint: str, own_mean: bool = False
+) -> tuple[Dataset, list[str]]:
     """Open a configuration's dataset for the network of a run, with the mean of the run's training data.
 
-    The mean is the dataset's own if the configuration gives one, or if the run's is a whole image of another
+    The mean is the dataset's own if `subtract_mean` gives one, or if the run's is a whole image of another
     shape.
 
     Args:
         config: The run's configuration; its keys of data may be overridden.
         run: The run's folder.
-        digest: Of the dataset that the checkpoint was trained on.
+        checkpoint: The name of the checkpoint to validate.
+        own_mean: Whether to subtract the dataset's own mean, as `mean_file` names it, in any case.
 
     Returns:
         The dataset and notes for the user.
@@ -28,12 +31,12 @@ def open_data(config: Config, run: Path, digest: str = "") -> tuple[Dataset, lis
         UserError: A file can't be used, or a class has another name than in the run.
     """
     dataset = open_dataset(config)
-    description = read_description(run, digest)
+    description = read_description(run, checkpoint)
     if description is None:
         return dataset, []
     name = config.data or config.data_folder
     check_same_classes(dataset.class_names, name, description, run)
-    if not takes_mean_of_data(config):
+    if own_mean or not takes_mean_of_data(config):
         return dataset, []
     mean = as_subtracted(config, description.mean)
     if mean.shape != dataset.image_shape:

@@ -18,14 +18,15 @@ from lockstep.evaluate.data import open_data
 from lockstep.launch.status import StatusBoard
 from lockstep.loading.feed import Feed, open_feed
 from lockstep.network.replica import Replica, open_trained
-from lockstep.runs.checkpoint_files import read_state
 from lockstep.runs.metrics import AnswerCounts
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.plan import RunPlan
 from lockstep.trainer.setup import computing
 
 
-def run_validator(control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int) -> bool:
+def run_validator(
+    control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int, own_mean: bool
+) -> bool:
     """Predict this rank's share of every batch and send the predictions to the launcher.
 
     Args:
@@ -34,20 +35,22 @@ def run_validator(control: Pipe, board: StatusBoard, plan: RunPlan, world: World
         plan: The run's plan, whose `start` is the checkpoint to validate.
         world: This process's rank.
         n_views: Views (crops and mirrors) of each image whose probabilities are averaged.
+        own_mean: As of `open_data`.
 
     Returns:
         Whether the launcher stopped the validation early.
     """
     with computing(plan.config, world, board):
-        return _predict_share(control, board, plan, world, n_views)
+        return _predict_share(control, board, plan, world, n_views, own_mean)
 
 
-def _predict_share(control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int) -> bool:
+def _predict_share(
+    control: Pipe, board: StatusBoard, plan: RunPlan, world: World, n_views: int, own_mean: bool
+) -> bool:
     config = dataclasses.replace(plan.config, para_load=False)  # validation has no loader processes
     board.say("opening the dataset and the checkpoint")
     assert plan.start
-    digest = read_state(plan.start.with_suffix(".json")).dataset
-    dataset, _ = open_data(config, plan.folder, digest)  # the launcher has shown the notes
+    dataset, _ = open_data(config, plan.folder, plan.start.stem, own_mean)  # the launcher has shown the notes
     backend = backend_of(config.devices[world.local_rank])
     backend.start_computing(config)
     replica, dataset = open_trained(config, dataset, backend.memory, plan.start)

@@ -300,8 +300,8 @@ def describe(trained: Trained) -> tuple[dict[str, Any], list[str]]:
 def _description_of(trained: Trained) -> tuple[Description | None, list[str]]:
     """Return the description in the run's folder, or else that of the dataset, and notes."""
     try:
-        run, digest = trained.checkpoint.path.parent.parent, trained.checkpoint.state.dataset
-        saved = read_description(run, digest)
+        path = trained.checkpoint.path
+        saved = read_description(path.parent.parent, path.stem)
         return saved or open_dataset(trained.config).description, []
     except UserError as error:
         return None, [f"note: without class names and mean, as the dataset can't be opened: {error}"]

@@ -78,7 +78,8 @@ class Recovery:
         A full disk does not end a run that has recovered. Raises UserError in the first attempt.
         """
         try:
-            keep_settings(self._folder, attempt.config, self._dataset.description)
+            start = attempt.state.name if attempt.state else ""
+            keep_settings(self._folder, attempt.config, self._dataset.description, start)
         except UserError as error:
             if attempt.number == 0:
                 raise

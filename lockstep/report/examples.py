@@ -72,7 +72,7 @@ def try_examples(checkpoint: Checkpoint, n_images: int) -> Examples:
         UserError: The run's network or dataset is missing, or the dataset has other classes.
     """
     config = _on_cpu(checkpoint)
-    dataset, notes = open_data(config, checkpoint.path.parent.parent, checkpoint.state.dataset)
+    dataset, notes = open_data(config, checkpoint.path.parent.parent, checkpoint.path.stem)
     notes += notes_on_dataset(config, dataset.digest, checkpoint)
     answers = _answers(config, dataset, checkpoint, n_images)
     wrong: dict[tuple[int, int], list[ImageAnswer]] = {}

@@ -1,7 +1,8 @@
 """A run's folder: its files, its lock, and what it resumes from. Nothing here needs torch.
 
     runs/<name>/config.yaml                     the resolved configuration, readable by --config
-    runs/<name>/dataset.json, dataset_mean.npy  the dataset's classes, geometry and mean
+    runs/<name>/dataset.json, dataset_mean.npy  the dataset's classes, geometry and mean; with -until-<at> in
+                                                their names those of older checkpoints, if they differ
     runs/<name>/receipts.jsonl                  with logical_ranks: a chain of digests of the state
     runs/<name>/network/                        a copy of the network's source, for people
     runs/<name>/log.jsonl                       JSON lines: every start (with versions), line of
@@ -142,13 +143,16 @@ def folder_after(folder: Path, name: str) -> Path:
     return folder if is_newest else folder.with_name(f"{folder.name}-from-{name}")
 
 
-def keep_settings(folder: Path, config: Config, description: Description) -> None:
+def keep_settings(folder: Path, config: Config, description: Description, start: str) -> None:
     """Write a run's configuration, its dataset's description and its network's source into its folder.
+
+    Args:
+        start: The name of the checkpoint that the run resumes from; '' from scratch.
 
     Raises:
         UserError: A file can't be written.
     """
-    write_description(folder, description)
+    write_description(folder, description, start)
     keep_source(folder, config.model)
     write_text(folder / "config.yaml", run_to_yaml(config))
 

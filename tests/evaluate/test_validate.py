@@ -264,31 +264,61 @@ def test_the_mean_is_the_runs_on_another_dataset(
     assert "note: " not in own
 
 
-def test_a_checkpoint_keeps_the_mean_of_its_data_if_the_run_is_resumed_on_others(
+def test_each_checkpoint_keeps_its_mean_if_the_run_is_resumed_with_others(
     shared_folder: Path, tmp_path: Path
 ) -> None:
+    """Folders without a manifest have no digest that could tell them apart."""
     first, other = (Path(shutil.copytree(shared_folder, tmp_path / name)) for name in ("first", "other"))
-    np.save(other / "misc" / "img_mean.npy", np.zeros((36, 36, 3)))
-    for folder in (first, other):
-        write_manifest(folder)
-    manifest = other / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("0" * 64, "1" * 64))
+    np.save(other / "misc" / "img_mean.npy", np.full((36, 36, 3), 50.0))
+    np.save(tmp_path / "given.npy", np.full((36, 36, 3), 90.0))
     Image.fromarray(np.full((36, 36, 3), 200, np.uint8)).save(tmp_path / "photo.png")
 
-    def answers(epoch: int, folder: Path) -> tuple[object, object, str]:
+    def answers(epoch: int) -> tuple[object, str, str]:
         facts, _ = describe(load_trained(run.run_folder, epoch))
         chosen = ("--epoch", epoch)
-        text = call("validate.py", run.run_folder, *chosen, "devices=[cpu]", f"data_folder={folder}")
+        text = call("validate.py", run.run_folder, *chosen, "devices=[cpu]", f"data_folder={first}")
         answer = call("classify.py", tmp_path / "photo.png", "--run", run.run_folder, *chosen, "--json")
-        return first_line(text), facts["input_mean"], answer
+        return facts["input_mean"], first_line(text), answer
 
     program = Program(first, tmp_path)
-    run = program.run("n_epochs=1", "snapshot_freq=1", "learning_rate=0.001", devices="[cpu]")
-    before = answers(1, first)
+    run = program.run("n_epochs=1", "learning_rate=0.001", "lr_policy=step", "lr_step=[9]", "devices=[cpu]")
+    before = [answers(1)]
+    resumed = ("resume_train=true", "devices=[cpu]")
     program.data = other
-    program.run("n_epochs=2", "resume_train=true", devices="[cpu]")
-    assert answers(1, first) == before
-    assert answers(2, other)[1] == [0, 0, 0]
+    program.run("n_epochs=2", *resumed)
+    before.append(answers(2))
+    given = f"mean_file={tmp_path / 'given.npy'}"
+    program.run("n_epochs=3", given, *resumed)
+    before.append(answers(3))
+    program.run("n_epochs=4", "subtract_mean=none", *resumed)
+    assert [answers(epoch) for epoch in (1, 2, 3)] == before
+    assert [each[0] for each in before[1:]] == [[50.0] * 3, [90.0] * 3] and answers(4)[0] == [0.0] * 3
+    overridden = call("validate.py", run.run_folder, "--epoch", 1, "devices=[cpu]", given)
+    assert first_line(overridden) != before[0][1]
+
+
+def test_a_kept_description_ends_with_the_checkpoints_that_it_is_for(tmp_path: Path) -> None:
+    """The newest checkpoints may be damaged, so that a run resumes from an older one, or from scratch."""
+
+    def begin(mean: int, start: str) -> None:
+        image = np.full((2, 2, 3), mean, np.float32)
+        write_description(tmp_path, Description(("a",), image, "squash", "ignore"), start)
+
+    def means(*names: str) -> list[int]:
+        found = [read_description(tmp_path, name) for name in names]
+        return [int(each.mean[0, 0, 0]) for each in found if each]
+
+    begin(1, "")
+    begin(2, "epoch_0002_at_64")
+    begin(3, "epoch_0010")
+    assert means("epoch_0001", "epoch_0002_at_64", "epoch_0002", "epoch_0010") == [1, 1, 2, 2]
+    assert means("epoch_0011", "") == [3, 3]
+    begin(4, "epoch_0010")  # the one before had not made a checkpoint
+    assert means("epoch_0001", "epoch_0010", "epoch_0011", "") == [1, 2, 4, 4]
+    begin(5, "epoch_0001")
+    assert means("epoch_0001", "epoch_0002", "epoch_0010") == [1, 5, 5]
+    begin(6, "")
+    assert means("epoch_0001", "epoch_0002") == [6, 6]
 
 
 @pytest.mark.slow
@@ -306,7 +336,8 @@ def test_a_checkpoint_gets_images_as_it_was_trained_on_them(trained: Running, tm
 
 def opened_for(run: Path, folder: Path, **keys: object) -> tuple[np.ndarray, list[str]]:
     """Return the mean that is subtracted from a dataset, and the notes."""
-    dataset, notes = open_data(make_config(data_folder=str(folder), **keys), run)
+    config = make_config(data_folder=str(folder), **keys)
+    dataset, notes = open_data(config, run, "epoch_0001", own_mean="mean_file" in keys)
     return dataset.mean, notes
 
 
