@@ -169,17 +169,17 @@ def replay_all(
     interrupts: Interrupts,
 ) -> None:
     """Replay what the arguments ask for, and add the results to `found`."""
-    settings = chain.digest_of_settings(config)
+    basis = chain.basis_of(config)
     replays: list[Replay] = []
     if arguments.replay:
         replays, n_all = intervals.choose(
-            arguments.run, receipts, settings, arguments.replay, random.SystemRandom()
+            arguments.run, receipts, basis, arguments.replay, random.SystemRandom()
         )
         if n_all < arguments.replay:
             text = f"only {n_all} intervals can be replayed, not {arguments.replay}"
             found["notes"].append(f"{text}: a smaller check_every or snapshot_freq makes more")
     if arguments.step:
-        replays.append(intervals.from_scratch(arguments.run, receipts, settings, arguments.step))
+        replays.append(intervals.from_scratch(arguments.run, receipts, basis, arguments.step))
     config = on_devices(config, arguments.overrides, receipts[-1])
     n_steps = sum(replay.last - replay.first for replay in replays)
     with (

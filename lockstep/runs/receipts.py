@@ -18,7 +18,7 @@ from typing import Any, Literal
 from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import DATASET_PATHS, with_order
-from lockstep.data.dataset import Dataset
+from lockstep.data.dataset import Dataset, open_dataset
 from lockstep.data.manifest import digest_of_labels
 from lockstep.errors import UserError
 from lockstep.files import checksum, parse_json
@@ -36,6 +36,8 @@ _ENDS = ("patience", "timeout", "on_failure", "max_restarts", "preempt_seconds")
 _SAVING = ("snapshot_freq", "keep_checkpoints", "checkpoint_minutes", "memory_checkpoint_seconds")
 _CHECKS = ("check_every", "recheck_every")
 _FREE_KEYS = {*_PLACES, *_DATA, *_DEVICES, *_HOSTS, *_LOADING, *_SHOWN, *_ENDS, *_SAVING, *_CHECKS}
+
+Basis = tuple[str, str, str]  # SHA-256 of settings, of a dataset's manifest, and of its labels and mean
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class Receipt:
     previous: str = ""
     hash: str = ""
 
+    @property
+    def basis(self) -> Basis:
+        """What the state depends on, beside the steps."""
+        return self.settings, self.manifest, self.labels
+
     def sealed(self) -> "Receipt":
         """Return the receipt with its hash."""
         content = {key: value for key, value in asdict(self).items() if key != "hash"}
@@ -115,6 +122,11 @@ def digests_of_data(dataset: Dataset) -> tuple[str, str]:
     manifest = checksum(dataset.manifest.path) if dataset.manifest else ""
     labels = digest_of_labels(dataset.train.labels) + digest_of_labels(dataset.val.labels)
     return manifest, hashlib.sha256(labels.encode() + dataset.mean.tobytes()).hexdigest()
+
+
+def basis_of(config: Config) -> Basis:
+    """Return the basis of receipts of a configuration and its dataset. Raise UserError as `open_dataset`."""
+    return digest_of_settings(config), *digests_of_data(open_dataset(config))
 
 
 class ReceiptFile:

@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.runs.checkpoint_files import read_state, records, verify_checksum
 from lockstep.runs.receipts import NAME as RECEIPTS
-from lockstep.runs.receipts import Receipt, digest_of_config, digests_of_data
+from lockstep.runs.receipts import Basis, Receipt, digest_of_config, digests_of_data
 from lockstep.runs.retention import is_regular
 
 
@@ -136,10 +136,9 @@ def _check_without_receipt(record: Path, first: Receipt, notes: list[str]) -> It
 
 def check_states(receipts: Sequence[Receipt]) -> Iterator[str]:
     """Yield receipts that have another state than an earlier one of the same step, settings and data."""
-    seen: dict[tuple[int, str, str, str], Receipt] = {}
+    seen: dict[tuple[int, Basis], Receipt] = {}
     for receipt in receipts:
-        key = receipt.step, receipt.settings, receipt.manifest, receipt.labels
-        first = seen.setdefault(key, receipt)
+        first = seen.setdefault((receipt.step, receipt.basis), receipt)
         if first.state != receipt.state:
             yield f"receipt {receipt.number}: has another state of step {receipt.step} than {first.number}"
     for one, other in pairwise(receipts):

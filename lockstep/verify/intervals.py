@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.runs.receipts import Receipt
+from lockstep.runs.receipts import Basis, Receipt
 
 
 @dataclass(frozen=True)
@@ -40,37 +40,37 @@ def check_settings(folder: Path, receipts: Sequence[Receipt], settings: str) -> 
         )
 
 
-def all_intervals(receipts: Sequence[Receipt], settings: str) -> list[tuple[Receipt, Receipt]]:
-    """Return the pairs of neighbouring receipts of one process, made with these settings."""
+def all_intervals(receipts: Sequence[Receipt], basis: Basis) -> list[tuple[Receipt, Receipt]]:
+    """Return the pairs of neighbouring receipts of one process, of these settings and data."""
     return [
         (one, other)
         for one, other in pairwise(receipts)
-        if other.kind != "start" and other.step > one.step and one.settings == other.settings == settings
+        if other.kind != "start" and other.step > one.step and one.basis == other.basis == basis
     ]
 
 
 def choose(
-    folder: Path, receipts: Sequence[Receipt], settings: str, number: int, dice: random.Random
+    folder: Path, receipts: Sequence[Receipt], basis: Basis, number: int, dice: random.Random
 ) -> tuple[list[Replay], int]:
     """Return replays that cover random intervals, and how many intervals can be replayed.
 
     Args:
         folder: The run's folder.
         receipts: All of the run.
-        settings: Digest of the settings to replay with.
+        basis: The settings and data to replay with.
         number: How many intervals to choose.
         dice: The source of the choice.
 
     Raises:
         UserError: No interval can be replayed.
     """
-    intervals = all_intervals(receipts, settings)
+    intervals = all_intervals(receipts, basis)
     if not intervals:
         raise UserError(
-            f"{folder}: there is no interval between two receipts to replay: train with a smaller "
-            "check_every or snapshot_freq, or go without --replay"
+            f"{folder}: there is no interval between two receipts of this dataset to replay: train with a "
+            "smaller check_every or snapshot_freq, or go without --replay"
         )
-    starts = _starts(folder, receipts, settings)
+    starts = _starts(folder, receipts, basis)
     steps = sorted(starts)
     befores = [(bisect_right(steps, one.step), other.step) for one, other in intervals]
     possible = [(steps[place - 1], last) for place, last in befores if place]
@@ -82,44 +82,44 @@ def choose(
     ends: dict[int, int] = {}
     for first, last in dice.sample(possible, min(number, len(possible))):
         ends[first] = max(ends.get(first, 0), last)
-    replays = [_replay(receipts, settings, first, starts[first], ends[first]) for first in sorted(ends)]
+    replays = [_replay(receipts, basis, first, starts[first], ends[first]) for first in sorted(ends)]
     return replays, len(possible)
 
 
-def from_scratch(folder: Path, receipts: Sequence[Receipt], settings: str, step: int) -> Replay:
+def from_scratch(folder: Path, receipts: Sequence[Receipt], basis: Basis, step: int) -> Replay:
     """Return the replay of the whole run up to a step.
 
     Raises:
-        UserError: The run has other settings at its beginning, or no receipt up to that step.
+        UserError: The run has other settings or data at its beginning, or no receipt up to that step.
     """
-    known = [receipt.step for receipt in receipts if receipt.settings == settings and receipt.step <= step]
-    if not known or receipts[0].step or receipts[0].settings != settings:
+    known = [receipt.step for receipt in receipts if receipt.basis == basis and receipt.step <= step]
+    if not known or receipts[0].step or receipts[0].basis != basis:
         raise UserError(
-            f"{folder}: its receipts do not begin at step 0 with the settings of config.yaml, so steps 0 to "
-            f"{step} can't be replayed: use --replay"
+            f"{folder}: its receipts do not begin at step 0 with the settings of config.yaml and this "
+            f"dataset, so steps 0 to {step} can't be replayed: use --replay"
         )
-    return _replay(receipts, settings, 0, None, max(known))
+    return _replay(receipts, basis, 0, None, max(known))
 
 
-def _starts(folder: Path, receipts: Sequence[Receipt], settings: str) -> dict[int, Path | None]:
+def _starts(folder: Path, receipts: Sequence[Receipt], basis: Basis) -> dict[int, Path | None]:
     """Return the steps at which a replay can start, with their checkpoints; None from scratch."""
-    begins_here = receipts[0].step == 0 and receipts[0].settings == settings
+    begins_here = receipts[0].step == 0 and receipts[0].basis == basis
     found: dict[int, Path | None] = {0: None} if begins_here else {}
-    paths: dict[str, Path] = {}  # by state: a run that was resumed with other settings counts steps anew
+    paths: dict[str, Path] = {}  # by state: a run that was resumed with other keys or data counts steps anew
     for receipt in receipts:
         path = folder / "checkpoints" / f"{receipt.checkpoint}.safetensors"
         if receipt.checkpoint and path.exists():
             paths[receipt.state] = path
-        if receipt.step and receipt.settings == settings and receipt.state in paths:
+        if receipt.step and receipt.basis == basis and receipt.state in paths:
             found.setdefault(receipt.step, paths[receipt.state])
     return found
 
 
-def _replay(receipts: Sequence[Receipt], settings: str, first: int, start: Path | None, last: int) -> Replay:
+def _replay(receipts: Sequence[Receipt], basis: Basis, first: int, start: Path | None, last: int) -> Replay:
     states = {
         receipt.step: receipt
         for receipt in receipts
-        if first <= receipt.step <= last and receipt.settings == settings
+        if first <= receipt.step <= last and receipt.basis == basis
     }
     return Replay(start, first, dict(sorted(states.items())))
 

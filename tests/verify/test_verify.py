@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT, Program, Running, make_config, make_folder
 from dataset_folders import write_true_manifest
@@ -206,7 +207,7 @@ def test_what_cant_be_verified_says_what_to_do(copied: tuple[Path, Path], tmp_pa
     (folder / receipts.NAME).write_text(lines[0])
     shutil.rmtree(folder / "checkpoints")
     (folder / "checkpoints").mkdir()
-    assert "there is no interval between two receipts" in call(folder, "--replay", 1, code=2)
+    assert "there is no interval between two receipts of this dataset" in call(folder, "--replay", 1, code=2)
     (folder / receipts.NAME).unlink()
     assert "has no receipts, so it can't be verified" in call(folder, code=2)
 
@@ -461,6 +462,20 @@ def test_a_run_resumed_with_another_batch_size_is_verified(program: Program) -> 
     words = ("logical_ranks=4", "global_batch_size=30", "cpu_threads=1", "resume_train=true")
     running = program.run(*words, "n_epochs=2")
     assert ": verified; " in call(running.run_folder, "--replay", 5)
+
+
+@pytest.mark.slow
+def test_a_run_resumed_on_another_dataset_is_replayed_on_that_one(program: Program, tmp_path: Path) -> None:
+    keys = (*KEYS, "lr_step=[9]")  # else the number of epochs is a setting
+    program.run(*keys, "n_epochs=1")
+    other = Path(shutil.copytree(program.data, tmp_path / "other"))
+    np.save(other / "misc" / "img_mean.npy", np.zeros((36, 36, 3)))
+    write_true_manifest(other)
+    program.data = other
+    folder = program.run(*keys, "n_epochs=2", "resume_train=true").run_folder
+    text = call(folder, "--replay", 99)
+    assert ": verified; " in text and "note: only 4 intervals can be replayed" in text
+    assert "the settings of config.yaml and this dataset" in call(folder, "--step", 3, code=2)
 
 
 @pytest.mark.slow
