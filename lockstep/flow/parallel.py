@@ -105,6 +105,7 @@ class ParallelExecutor:
         self._n_runs = 0
         self._failure = ""
         self._loading = False  # whether load_state_dict has begun and not finished
+        self._recording = False  # whether a program is being captured
 
     def run(self, feed: Feed, fetch: Sequence[str] = ("loss",), merge: bool = True) -> dict[str, Any]:
         """Train one step. Return ordinary tensors by name, once all operations have run.
@@ -253,6 +254,8 @@ class ParallelExecutor:
         check_not_ending()  # before anything is made: torch aborts if Python's end drops it half-made
         if in_dry_run():
             raise UserError("an executor needs values, and a dry run makes none: use it outside of the scope")
+        if self._recording:  # a loss called before the capture has written buffers
+            raise UserError("the executor records a step: use it after the run, not in a signal's handler")
         for replica in self._replicas:
             private.call_all([replica.restored.acquire, replica.restored.release])
 
@@ -309,11 +312,12 @@ class ParallelExecutor:
             if len(self._programs) >= _MOST_PROGRAMS:
                 self._programs.pop(next(iter(self._programs)))
             self._programs[key] = program, self._step.merged
-        self.program, merged = self._programs[key]
+        program, merged = self._programs[key]  # a signal's handler may evaluate, which changes self.program
         if counted is not None and self._processes is not None:
             self._processes.check_merged(merged)
         run = None if counted is None else self._n_runs
-        found: dict[str, list[Any]] = self.program.run(inputs, run=run, counted=counted)
+        found: dict[str, list[Any]] = program.run(inputs, run=run, counted=counted)
+        self.program = program
         return found
 
     def _capture(
@@ -321,7 +325,7 @@ class ParallelExecutor:
     ) -> CapturedProgram:
         # Random operations other than nn.Dropout add the number of the run. Processes differ, as devices do.
         rank = 0 if self._processes is None else self._processes.rank
-        with _CAPTURING, _seeded(self._seed + rank * _SEEDS_APART):
+        with _CAPTURING, _recording(self, self._seed + rank * _SEEDS_APART):
             prepare(shares)
             return capture(partial(_record, record, shares), *inputs)
 
@@ -349,16 +353,17 @@ class ParallelExecutor:
             }
 
 
-class _seeded(private.Scope):  # noqa: N801
+class _recording(private.Scope):  # noqa: N801
     """A scope in which torch's generator, from which arrays draw their seeds, begins with this seed."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, executor: ParallelExecutor, seed: int) -> None:
+        self._set, self._seed = partial(setattr, executor, "_recording"), seed
 
     def calls(self) -> tuple[list[Any], list[Any]]:
         generator = torch.default_generator
         restore = partial(generator.set_state, generator.get_state())
-        return [partial(generator.manual_seed, self._seed)], [restore]
+        begin = [partial(self._set, True), partial(generator.manual_seed, self._seed)]
+        return begin, [restore, partial(self._set, False)]
 
 
 def _record(record: Recorder, shares: list[Any], *inputs: Array) -> Any:

@@ -1,5 +1,6 @@
 """Merges: compressed gradients, several processes, operations that send and receive."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -217,6 +218,15 @@ def test_gradients_of_two_dtypes_are_compressed(strategy: Any) -> None:
         assert not torch.equal(replicas[1][name], model.state_dict()[name])
 
 
+@contextlib.contextmanager
+def handling(number: signal.Signals, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A group of torch.distributed with this process only."""
@@ -280,6 +290,50 @@ def test_exchanges_run_again_after_a_state_is_loaded(alone: None) -> None:
         assert any("also failed" in note for note in caught.value.__notes__)  # the other device's loss
         made.load_state_dict(state)
         assert made.run({"x": x, "y": good})["loss"] > 0
+
+
+def test_a_handler_evaluates_beside_a_step_that_is_captured(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step ran the program of the evaluation, without a word, and did not train."""
+    feed = {"x": torch.ones(4, 3)}
+    with flow.Engine(flow.cpus(1)) as engine:
+        made = flow.ParallelExecutor(
+            nn.Linear(3, 2), lambda model, x: model(x).square().mean(), lambda p: torch.optim.SGD(p, 0.1),
+            engine.devices, group=dist.group.WORLD,
+        )  # fmt: skip
+        score = lambda model, x: {"loss": model(x).sum()}  # noqa: E731
+        made.evaluate(score, feed)
+        before = made.replica(0)["weight"]
+        monkeypatch.setattr(
+            collectives.ProcessCollectives, "check_merged", lambda *_: signal.raise_signal(signal.SIGUSR1)
+        )
+        with handling(signal.SIGUSR1, lambda *_: made.evaluate(score, feed)):
+            made.run(feed)
+        assert not torch.equal(made.replica(0)["weight"], before)
+
+
+def test_no_handler_uses_an_executor_that_records_a_step() -> None:
+    """Its state had the buffers of the call before the capture, and an evaluation took the step's masks."""
+    feed, messages = {"x": torch.randn(4, 3)}, list[str]()
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = model(x)
+        signal.raise_signal(signal.SIGUSR1)
+        return model[2](scores).square().mean()  # type: ignore[index,operator,no-any-return]
+
+    def use(*_: Any) -> None:
+        for use in (made.state_dict, lambda: made.evaluate(lambda model, x: {"scores": model(x)}, feed)):
+            with pytest.raises(UserError, match="executor records a step: use it after the run"):
+                use()
+            messages.append("refused")
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    with flow.Engine(flow.cpus(1)) as engine, handling(signal.SIGUSR1, use):
+        made = flow.ParallelExecutor(model, loss, lambda p: torch.optim.SGD(p, 0.1), engine.devices)
+        made.run(feed)
+        made.state_dict()
+    assert messages == ["refused"] * 4  # in the call before the capture, and in the capture
 
 
 @pytest.mark.usefixtures("alone")
