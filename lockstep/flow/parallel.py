@@ -354,7 +354,10 @@ class ParallelExecutor:
 
 
 class _recording(private.Scope):  # noqa: N801
-    """A scope in which torch's generator, from which arrays draw their seeds, begins with this seed."""
+    """A scope in which the executor can't be used.
+
+    torch's generator, from which arrays draw their seeds, begins with this seed.
+    """
 
     def __init__(self, executor: ParallelExecutor, seed: int) -> None:
         self._set, self._seed = partial(setattr, executor, "_recording"), seed
