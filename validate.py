@@ -50,7 +50,7 @@ from lockstep.runs import checkpoint_files
 from lockstep.runs.folder import notes_on_dataset
 from lockstep.runs.metrics import ClassMetrics
 from lockstep.runs.multilabel import LabelMetrics
-from lockstep.runs.network_source import check_importable
+from lockstep.runs.network_source import changed_source, check_importable
 from lockstep.runs.plan import RunPlan
 from lockstep.runs.state import Checkpoint
 from lockstep.trainer.validation import FEW_CLASSES
@@ -124,7 +124,7 @@ def open_checkpoint(folder: Path, epoch: int | str, overrides: list[str]) -> tup
     own = configuration.Layer(str(checkpoint.path.with_suffix(".json")), of_checkpoint)
     config, more_notes = configuration.resolve([configuration.read_run(folder / "config.yaml"), own, layer])
     check_importable(folder, config.model)
-    for note in [*notes, *more_notes]:
+    for note in filter(None, [*notes, *more_notes, changed_source(folder, config.model)]):
         show(f"note: {note}", "stderr")
     chosen = devices.normalise(config.devices) if "devices" in layer.values else ()
     if chosen:

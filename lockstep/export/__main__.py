@@ -45,7 +45,7 @@ from lockstep.pretrained.weights import weights_of
 from lockstep.programs import make_parser, reports_errors
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import add_epoch, find_checkpoint
-from lockstep.runs.network_source import check_importable
+from lockstep.runs.network_source import changed_source, check_importable
 from lockstep.runs.state import Checkpoint
 from lockstep.text import handle_closed_pipe
 
@@ -111,6 +111,7 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
     chosen, notes = find_checkpoint(run, epoch)
     config, _ = resolve([Layer(str(chosen.path.with_suffix(".json")), chosen.state.config)])
     check_importable(run, config.model)
+    notes += filter(None, [changed_source(run, config.model)])
     tensors = checkpoint.load(chosen.path)
     weights = weights_of(tensors)
     n_classes = count_classes(config, weights, str(chosen.path))

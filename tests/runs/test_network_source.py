@@ -13,6 +13,7 @@ from limits import limit
 from PIL import Image
 
 from lockstep.errors import UserError
+from lockstep.export.__main__ import load_trained
 from lockstep.runs.network_source import NetworkSource, check_importable, keep_source
 
 NETWORK = """
@@ -74,7 +75,9 @@ def test_a_module_that_a_program_made_has_no_file(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_run_whose_network_is_gone_names_its_copy(tmp_path: Path, shared_folder: Path) -> None:
+def test_a_run_whose_network_has_changed_or_is_gone_names_its_copy(
+    tmp_path: Path, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_net.py").write_text(NETWORK)
 
     def call(script: str, *words: object, path: Path | None = None) -> "subprocess.CompletedProcess[str]":
@@ -87,8 +90,14 @@ def test_a_run_whose_network_is_gone_names_its_copy(tmp_path: Path, shared_folde
     keys = ("n_classes=7", "n_epochs=1", "devices=[cpu]", "run_name=one", "rand_mirror=false")
     done = call("train.py", f"data_folder={shared_folder}", "model=my_net:Net", *keys, path=tmp_path)
     assert done.returncode == 0, done.stderr
-    (tmp_path / "my_net.py").unlink()
     Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(tmp_path / "a.png")
+    assert "note: " not in call("classify.py", "a.png", path=tmp_path).stderr
+    (tmp_path / "my_net.py").write_text(NETWORK.replace("128", "2"))
+    note = f"{tmp_path}/my_net.py: the file of the network has changed"
+    assert f"note: {note}" in call("classify.py", "a.png", path=tmp_path).stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_trained(tmp_path / "runs" / "one", "latest").notes[-1].startswith(note)
+    (tmp_path / "my_net.py").unlink()
     refused = call("classify.py", "a.png")
     assert refused.returncode == 2
     assert f"set PYTHONPATH={tmp_path}/runs/one/network" in refused.stderr
