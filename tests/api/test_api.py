@@ -151,6 +151,7 @@ def test_a_callback_may_change_the_working_directory(
 
 
 @pytest.mark.new_interpreter
+@pytest.mark.slow
 def test_a_module_in_the_working_directory_hides_none_of_pythons(
     shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

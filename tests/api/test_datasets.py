@@ -338,6 +338,7 @@ run_survey(None, Board(), Config(data="nowhere:datasets"))
 """
 
 
+@pytest.mark.slow
 def test_the_survey_imports_torch_before_its_first_line() -> None:
     """Until then the launcher grants time for imports."""
     done = subprocess.run([sys.executable, "-c", IMPORTING], cwd=ROOT, capture_output=True, text=True)

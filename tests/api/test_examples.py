@@ -52,7 +52,9 @@ def run_block(text: str, data: Path, place: Path) -> str:
     ("number", "expected"),
     [
         (0, ["init ['config', 'project']", "log progress/loss progress/error", "log validated/loss"]),
-        (1, ["metric error_top1 True 1", "metric error_top1 True 2", "artifacts "]),
+        pytest.param(
+            1, ["metric error_top1 True 1", "metric error_top1 True 2", "artifacts "], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_callbacks_of_the_page_work(

@@ -115,6 +115,7 @@ def train_in_child(connection: Any, folder: Path, place: Path) -> None:
         connection.send(str(error))
 
 
+@pytest.mark.slow
 def test_a_call_in_a_child_process_is_refused(shared_folder: Path, tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")

@@ -168,6 +168,7 @@ def test_no_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason_for_the_cpu().startswith("there is no NVIDIA driver here")
 
 
+@pytest.mark.slow
 def test_without_nvidia_smi_the_drivers_library_is_asked(
     driver: Driver, simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +253,7 @@ def test_bytes_that_are_no_text_are_quoted(driver: Driver) -> None:
     assert "not a list of working GPUs" in refusal("cuda:0")
 
 
+@pytest.mark.slow
 def test_a_driver_that_hangs_is_given_up(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "ANSWER_SECONDS", 2)
     driver.run(f"echo $$ > {driver.folder}/pid; exec sleep 60")
@@ -396,7 +398,10 @@ os.register_at_fork(after_in_child=lambda: threading.Thread(target=look, daemon=
 """  # run by every Python process that finds it first
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, "PCI_BUS_ID"), pytest.param("FASTEST_FIRST", "FASTEST_FIRST", marks=pytest.mark.slow)],
+)
 def test_trainers_and_loaders_number_gpus_as_the_launcher(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
 ) -> None:

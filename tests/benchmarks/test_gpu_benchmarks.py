@@ -477,6 +477,7 @@ def test_a_gpu_is_found_without_nvidia_smi(
     assert "no library libcuda.so.1" in machine.gpus()[0]["problem"]
 
 
+@pytest.mark.slow
 def test_an_unknown_section_is_named() -> None:
     done = run_script("--rehearse", "--only", "alexnet,everything")
     assert (

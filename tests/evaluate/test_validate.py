@@ -264,6 +264,7 @@ def test_the_mean_is_the_runs_on_another_dataset(
     assert "note: " not in own
 
 
+@pytest.mark.slow
 def test_each_checkpoint_keeps_its_mean_if_the_run_is_resumed_with_others(
     shared_folder: Path, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_the_examples_are_found() -> None:
         for each in EXAMPLES
     ],
 )
+@pytest.mark.slow
 def test_an_example_runs(title: str, code: str, place: Path) -> None:
     if title in NEEDS:
         pytest.importorskip(NEEDS[title], reason=f"needs {NEEDS[title]}")

@@ -1531,6 +1531,7 @@ def test_a_failed_run_does_not_wait_for_calls_that_began_before() -> None:
         ended.set()
 
 
+@pytest.mark.slow
 def test_an_executor_that_is_used_at_the_end_of_python_refuses() -> None:
     code = """if True:
         import torch

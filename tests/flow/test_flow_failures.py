@@ -682,6 +682,7 @@ def test_a_thread_that_first_computes_while_a_worker_begins_keeps_its_count(
     assert found == [before]
 
 
+@pytest.mark.slow
 def test_square_roots_are_prepared_before_any_worker_begins() -> None:
     """Two first calls at the same time in a process rarely have other bits, so the call itself is tested."""
     done = run_python(

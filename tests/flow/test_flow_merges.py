@@ -825,6 +825,7 @@ def test_processes_that_would_merge_or_update_other_parameters_are_refused(tmp_p
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
+@pytest.mark.slow
 def test_a_step_that_one_process_cannot_record_is_refused_in_both(tmp_path: Path) -> None:
     """The others took what the next step exchanges for the missing names, and failed with a TypeError.
 
@@ -845,12 +846,14 @@ def test_a_step_that_one_process_cannot_record_is_refused_in_both(tmp_path: Path
     assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
 
 
+@pytest.mark.slow
 def test_signals_are_handled_while_another_process_is_late(tmp_path: Path) -> None:
     """The main thread waited inside of gloo, until the group's timeout."""
     found, others = two_processes(tmp_path, str(tmp_path / "interrupted"), LATE)
     assert (found, others) == (["handled", "interrupted"], [True])
 
 
+@pytest.mark.slow
 def test_processes_at_different_exchanges_are_told_so(tmp_path: Path) -> None:
     """The one that made an executor raised "'tuple' object is not a mapping"."""
     begins, makes = two_processes(tmp_path, "", STAGES)
@@ -870,6 +873,7 @@ def test_processes_that_run_executors_in_different_orders_are_refused(tmp_path: 
     assert not torch.equal(models[0]["weight"], models[1]["weight"])
 
 
+@pytest.mark.slow
 def test_processes_with_modules_in_other_orders_or_other_tensors_as_rates_are_refused(tmp_path: Path) -> None:
     """A layer got the weights of another one; layers of other sizes ended the process."""
     for order, rate in two_processes(tmp_path, "", UNLIKE):
@@ -877,6 +881,7 @@ def test_processes_with_modules_in_other_orders_or_other_tensors_as_rates_are_re
         assert rate.startswith("group: lr of a.weight is 0.")
 
 
+@pytest.mark.slow
 def test_executors_of_two_groups_share_devices(tmp_path: Path) -> None:
     """Each process waited in the only lane for the other's executor that waited behind, until the timeout."""
     models, others = two_processes(tmp_path, "", SHARED_DEVICES)
@@ -898,6 +903,7 @@ def test_a_message_of_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
     assert (found[0], found[4]) == ([1.0, 1.0, 1.0], [5.0, 5.0, 5.0])
 
 
+@pytest.mark.slow
 def test_messages_of_torch_beside_those_of_flow_are_not_mixed_up(tmp_path: Path) -> None:
     """torch's recv took flow's header, without a word."""
     _, found = two_processes(tmp_path, "", BESIDE)

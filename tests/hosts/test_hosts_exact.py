@@ -56,6 +56,7 @@ def test_hosts_are_as_exact_as_trainers_of_one(data: Path, tmp_path: Path, value
         pytest.param((2, 2), True, id="2x2 factors", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_sums_that_begin_early_have_the_same_bits(
     data: Path, tmp_path: Path, places: tuple[int, int], factors: bool
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_host_that_does_not_write_waits_for_the_end_of_the_host_that_writes_fo
         host.heartbeat.leave()
 
 
+@pytest.mark.slow
 def test_a_pause_of_this_launcher_is_no_silence_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process seems to stand still for 8 s between two looks at the store."""
     lives = [
@@ -282,7 +283,13 @@ def answer_with(words: bytes) -> Callable[[socket.socket], None]:
     return serve
 
 
-@pytest.mark.parametrize("words", [b"", b"220 mail.example.org ESMTP\r\n" * 50], ids=["silent", "mail"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(b"", id="silent", marks=pytest.mark.slow),
+        pytest.param(b"220 mail.example.org ESMTP\r\n" * 50, id="mail"),
+    ],
+)
 def test_another_program_at_the_meeting_point_is_no_store(words: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=answer_with(words), args=(listener,), daemon=True).start()

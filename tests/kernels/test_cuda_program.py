@@ -287,6 +287,7 @@ def test_gradients_through_host_memory_train_to_the_bits_of_cpus(
     ],
     ids=["shares", "weights", "gradients", "bf16", "elastic", "gossip", "statistics of all"],
 )
+@pytest.mark.slow
 def test_cpus_and_gpus_in_one_run_train_to_the_bits_of_cpus(
     program: Program, simulation: Simulation, devices: str, words: tuple[str, ...]
 ) -> None:

@@ -180,6 +180,7 @@ for name in names:
 """
 
 
+@pytest.mark.slow
 def test_an_event_replaces_the_file_of_a_killed_process_with_the_same_number(simulation: Simulation) -> None:
     """Process numbers come again: a trainer could not share its events, and a run was not resized."""
     parts = [

@@ -281,6 +281,7 @@ def test_ctrl_c_before_the_first_step_of_a_resumed_run_names_its_checkpoint(
     assert json.loads(added[0])["event"] == "resumed"
 
 
+@pytest.mark.slow
 def test_a_limit_of_file_sizes_is_named(program: Program) -> None:
     """Shared memory is a file, too."""
     running = program.start(devices="[cpu]", through=("sh", "-c", 'ulimit -f 200; exec "$@"', "sh"))
@@ -415,6 +416,7 @@ def give_the_loader_up(control: object, board: object) -> None:
     raise DeadlinePassed("loader 0", "waited 1 s for loader 0 (a test)")
 
 
+@pytest.mark.slow
 def test_a_loader_that_comes_too_late_does_not_accuse_its_trainer() -> None:
     with processes.Processes(60, Interrupts()) as children:
         children.start("loader 0", "test_ending:come_too_late", ())

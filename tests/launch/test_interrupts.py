@@ -222,6 +222,7 @@ def test_it_leaves_where_its_last_words_cant_be_said(redirection: str) -> None:
     assert subprocess.run(shell, cwd=ROOT, timeout=limit(30)).returncode == 143
 
 
+@pytest.mark.slow
 def test_a_signal_about_children_that_is_inherited_as_ignored_changes_nothing(program: Program) -> None:
     """A kernel that reaps children itself would leave no exit codes."""
     ignoring = """
@@ -235,6 +236,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
     running.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_request_for_the_status_to_the_whole_group_ends_nothing(program: Program) -> None:
     running = program.start("n_epochs=100000", "snapshot_freq=100000")
     running.wait_for_text("starting: ")

@@ -159,6 +159,7 @@ def test_restarts_with_progress_between_them_are_not_limited(program: Program) -
     assert_same(tensors(running, 14), tensors(unbroken, 14))
 
 
+@pytest.mark.slow
 def test_recoveries_leave_no_descriptors_in_the_launcher(program: Program) -> None:
     running = program.start("n_epochs=100000", "snapshot_freq=100000", "cpu_threads=1")
     running.wait_for_text("step 2/6")

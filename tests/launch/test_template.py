@@ -172,6 +172,7 @@ def test_a_launcher_with_many_open_files_ends_its_children(template: Template) -
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_a_template_that_stands_still_is_replaced(template: Template) -> None:
     heard: list[object] = []
     with Processes(1, template=template) as children:
@@ -261,6 +262,7 @@ def test_a_child_whose_template_died_before_it_answered_does_nothing(
     assert len(heard) == 1
 
 
+@pytest.mark.slow
 def test_a_child_may_open_as_many_files_as_its_launcher(program: Program) -> None:
     """The launcher raises its limit for the pipes of all restarts, when the template runs already."""
     low_limit = ("sh", "-c", 'ulimit -Sn 64 && exec "$0" "$@"')

@@ -261,6 +261,7 @@ def test_a_refused_start_replaces_no_good_runs_configuration(program: Program) -
     "output",
     ["a reader that leaves", *(pytest.param(how, marks=pytest.mark.slow) for how in ("/dev/full", "closed"))],
 )
+@pytest.mark.slow
 def test_a_run_does_not_need_its_terminal(program: Program, output: str) -> None:
     redirection = {
         "/dev/full": ">/dev/full 2>&1",

@@ -64,6 +64,7 @@ def test_what_fails_to_compile_is_computed_all_the_same(monkeypatch: pytest.Monk
         broken(torch.ones(4, 3), said.append)
 
 
+@pytest.mark.slow
 def test_layers_of_alexnet_have_the_same_gradient_compiled() -> None:
     """Their closed forms of gradients are for uncompiled layers; autograd differentiates compiled ones."""
     torch.manual_seed(0)

@@ -260,6 +260,7 @@ def test_an_existing_folder_is_left_alone(
     assert list((tmp_path / "set").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_digits_are_jpeg_files_in_imagenets_layout(tmp_path: Path) -> None:
     assert script("make_digits.py", tmp_path).returncode == 0
     assert len(list(tmp_path.glob("train/*/*.JPEG"))) == 1437

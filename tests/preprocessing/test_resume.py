@@ -107,7 +107,13 @@ def test_killed_or_stopped_it_goes_on_to_the_same_bytes(
     assert not build.unfinished(tmp_path / "set").exists()
 
 
-@pytest.mark.parametrize("sigterm", [signal.SIG_DFL, signal.SIG_IGN], ids=["alone", "inside train.py"])
+@pytest.mark.parametrize(
+    "sigterm",
+    [
+        pytest.param(signal.SIG_DFL, id="alone"),
+        pytest.param(signal.SIG_IGN, id="inside train.py", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_worker_ends_it_with_a_message(
     pictures: Path, tmp_path: Path, sigterm: signal.Handlers
 ) -> None:

@@ -36,10 +36,10 @@ def test_keys_are_no_folder() -> None:
     ("words", "name"),
     [
         ("-m lockstep.cli predict", "lockstep predict"),
-        ("-m lockstep.cli report", "lockstep report"),
-        ("-m lockstep.cli train", "lockstep train"),
+        pytest.param("-m lockstep.cli report", "lockstep report", marks=pytest.mark.slow),
+        pytest.param("-m lockstep.cli train", "lockstep train", marks=pytest.mark.slow),
         ("validate.py", "validate.py"),
-        ("-m lockstep.report", "python -m lockstep.report"),
+        pytest.param("-m lockstep.report", "python -m lockstep.report", marks=pytest.mark.slow),
     ],
 )
 def test_a_help_text_has_the_name_by_which_the_program_was_called(words: str, name: str) -> None:
@@ -49,6 +49,7 @@ def test_a_help_text_has_the_name_by_which_the_program_was_called(words: str, na
     assert f"usage: {name} [-h]" in done.stdout
 
 
+@pytest.mark.slow
 def test_keys_are_not_required(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "validate.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -138,11 +139,12 @@ def test_ctrl_c_ends_a_command_in_one_line(
     ("command", "code"),
     [
         ("-m lockstep.cli --help", 141),
-        ("-m lockstep.cli train --help", 141),
-        ("-m lockstep.cli init folder", 141),
-        ("-m lockstep.doctor", 141),
-        ("-m lockstep.launch.resize", 141),
-        ("validate.py --help", 141),
+        pytest.param("-m lockstep.cli train --help", 141, marks=pytest.mark.slow),
+        pytest.param("-m lockstep.cli init folder", 141, marks=pytest.mark.slow),
+        pytest.param("-m lockstep.doctor", 141, marks=pytest.mark.slow),
+        pytest.param("-m lockstep.launch.resize", 141, marks=pytest.mark.slow),
+        pytest.param("-m models", 141, marks=pytest.mark.slow),
+        pytest.param("validate.py --help", 141, marks=pytest.mark.slow),
         ("preprocessing/make_hkl.py --help", 141),
         ("train.py --help", 0),  # its work matters more than its output
     ],

@@ -123,6 +123,7 @@ def test_network_loss_optimizer_transport_back_end_and_data_train(written: Path)
     assert saved["momenta/classify.weight"].abs().max() > 0 and "weights/excite.0.weight" in saved
 
 
+@pytest.mark.slow
 def test_a_rule_whose_ranks_name_different_spans_is_no_rule_for_the_transport(written: Path) -> None:
     """Pipes would hand each of a pair what the other one has in the wrong half of its block."""
     run(written, "preprocessing/make_squares.py", "data/pairs")

@@ -40,6 +40,7 @@ def call(code: str, *words: object) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(100))
 
 
+@pytest.mark.slow
 def test_the_core_works_without_any_extra() -> None:
     done = call("for name in sys.argv[1:]: importlib.import_module(name)", *MODULES)
     assert done.returncode == 0, done.stderr

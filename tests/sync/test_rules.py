@@ -139,6 +139,7 @@ def test_parts_give_the_same_bits_for_any_number_of_trainers(
     assert relative_difference(without, results[1]) > 0
 
 
+@pytest.mark.slow
 def test_parts_go_on_with_another_number_of_trainers(data: Path, tmp_path: Path) -> None:
     keys = {"logical_ranks": 4, "learning_rate": 0.02, "model": "smallnet", "double": False}
     whole = train(1, data, tmp_path / "1", n_epochs=2, **keys)
@@ -148,6 +149,7 @@ def test_parts_go_on_with_another_number_of_trainers(data: Path, tmp_path: Path)
     assert_same(ours, whole)
 
 
+@pytest.mark.slow
 def test_local_with_every_step_is_weights(data: Path, tmp_path: Path) -> None:
     keys = {**SMOOTH, "optimizer": "adamw"}
     weights = train(2, data, tmp_path / "weights", rule="weights", **keys)

@@ -366,6 +366,7 @@ def test_a_forked_child_is_refused_and_the_parent_undisturbed(two_ranks: None) -
     assert f(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_a_child_forked_within_a_callable_gets_no_further(two_ranks: None) -> None:
     (f,) = distributed(total)
     parent = os.getpid()
@@ -446,6 +447,7 @@ def sum_of(stored: torch.Tensor) -> Any:
     return compute
 
 
+@pytest.mark.slow
 def test_close_in_another_thread_waits_for_the_call(two_ranks: None) -> None:
     (late,) = distributed(total_late)
     found: list[Any] = []
@@ -487,6 +489,7 @@ def test_an_error_without_text_that_cannot_be_pickled_is_an_error_like_others(tw
     assert f(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_a_stop_iteration_is_an_error_like_others(two_ranks: None) -> None:
     g, f = distributed(stopped, total)
     for rank in (0, 1):
@@ -525,6 +528,7 @@ def test_an_error_of_another_rank_changes_no_class_of_the_program(two_ranks: Non
     assert f(np.ones(4), 0.0).tolist() == [4.0] * 4
 
 
+@pytest.mark.slow
 def test_errors_that_python_can_not_read_or_annotate_are_errors_like_others(two_ranks: None) -> None:
     g, h, k, f = distributed(unreadable, unnoted, unprintable, total)
     with pytest.raises(RuntimeError, match="an error that this process can't read"):

@@ -327,6 +327,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_guides_weighted_loss_is_that_of_one_process(tmp_path: Path) -> None:
     """Batches of one row follow calls that left gradients on ranks that have no rows now."""
     text = (Path(__file__).parents[2] / "docs" / "synk.md").read_text()
@@ -412,6 +413,7 @@ def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
         assert f(np.ones(8)).tolist() == [4.0] * 12
 
 
+@pytest.mark.slow
 def test_functions_share_a_variable_that_one_of_them_binds() -> None:
     n_calls = 0
 
@@ -434,6 +436,7 @@ def test_functions_share_a_variable_that_one_of_them_binds() -> None:
         assert functions[2](np.full(3, 4.0)).tolist() == [24.0] * 3
 
 
+@pytest.mark.slow
 def test_a_result_with_gradients_cannot_go_to_the_ranks() -> None:
     """On other ranks its gradients would not reach the weights."""
     with team(3):
@@ -477,6 +480,7 @@ def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pyte
         assert f(np.ones(3)).tolist() == [2] * 3
 
 
+@pytest.mark.slow
 def test_a_library_may_be_reloaded() -> None:
     """It is the same code again. Notebooks reload logging, for instance, to configure it."""
     with team(2):
@@ -487,6 +491,7 @@ def test_a_library_may_be_reloaded() -> None:
             assert f(np.ones(3)).tolist() == [3] * 3
 
 
+@pytest.mark.slow
 def test_a_module_that_is_reloaded_after_a_callable_named_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,6 +521,7 @@ def test_a_module_that_is_reloaded_after_a_callable_named_it_is_refused(
                 synk.distribute()
 
 
+@pytest.mark.slow
 def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "inside/own_module.py").write_text("def double(x):\n    return 2 * x\n")
@@ -546,6 +552,7 @@ def test_a_program_may_change_its_directory_and_cache_results(tmp_path: Path) ->
     assert done.stdout == "[12.0, 12.0, 12.0, 12.0]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_imported_modules_read_the_programs_arguments_on_all_ranks(tmp_path: Path) -> None:
     module = """
     import argparse
@@ -574,6 +581,7 @@ def test_imported_modules_read_the_programs_arguments_on_all_ranks(tmp_path: Pat
     assert done.stdout == "[3.0, 3.0, 3.0, 3.0]\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_starts_a_team_when_it_is_imported_is_refused(tmp_path: Path) -> None:
     module = """
     import lockstep.synk as synk
@@ -591,6 +599,7 @@ def test_a_module_that_starts_a_team_when_it_is_imported_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_functions_of_the_program_go_to_the_ranks_of_its_spawned_child(tmp_path: Path, method: str) -> None:
     program = f"""
     import functools, multiprocessing, runpy, sys
@@ -652,6 +661,7 @@ def test_a_program_may_have_no_standard_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["-m", "IPython", "--simple-prompt"], ["-i"]])
+@pytest.mark.slow
 def test_an_interactive_session_that_displayed_a_network_distributes_it(
     tmp_path: Path, arguments: list[str]
 ) -> None:
@@ -678,6 +688,7 @@ def test_an_interactive_session_that_displayed_a_network_distributes_it(
     assert "result: [2.]" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_cached_functions_that_no_module_has_go_over() -> None:
     @functools.lru_cache
     def double(number: float) -> float:
@@ -690,6 +701,7 @@ def test_cached_functions_that_no_module_has_go_over() -> None:
         assert f(np.ones(4)) == 24
 
 
+@pytest.mark.slow
 def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> None:
     """_pytest refers to the test modules, and this one imports own_networks, which has a network."""
 
@@ -703,6 +715,7 @@ def test_an_assert_that_pytest_rewrote_is_no_state_of_an_imported_module() -> No
         assert f(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_each_stream_of_a_rank_is_a_function_of_the_callers_stream() -> None:
     def draw() -> torch.Tensor:
         return torch.tensor([[torch.rand(()), np.random.rand(), random.random()]])
@@ -721,6 +734,7 @@ def test_each_stream_of_a_rank_is_a_function_of_the_callers_stream() -> None:
     assert (drawn[0] == drawn[1]).tolist() == [[True, False, False]] * 2
 
 
+@pytest.mark.slow
 def test_a_module_that_seeds_when_it_is_imported_leaves_ranks_their_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -744,6 +758,7 @@ def test_a_module_that_seeds_when_it_is_imported_leaves_ranks_their_streams(
             assert len(np.unique(drawn)) == 18
 
 
+@pytest.mark.slow
 def test_workers_of_a_program_without_asserts_have_none() -> None:
     program = """
     import lockstep.synk as synk
@@ -759,6 +774,7 @@ def test_workers_of_a_program_without_asserts_have_none() -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"__name__": "nowhere"}], ids=["no_module", "unknown_module"])
+@pytest.mark.slow
 def test_a_callable_may_use_a_function_that_exec_made(own: dict[str, object]) -> None:
     """No module has the name of its `__module__`, which may be None."""
     exec("def double(x): return 2 * x", own)
@@ -772,6 +788,7 @@ def test_a_callable_may_use_a_function_that_exec_made(own: dict[str, object]) ->
         assert later(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_an_imported_module_may_hold_a_dead_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no `__class__`: isinstance() of it raises ReferenceError."""
     (tmp_path / "with_a_proxy.py").write_text(textwrap.dedent(PROXY))
@@ -784,6 +801,7 @@ def test_an_imported_module_may_hold_a_dead_proxy(tmp_path: Path, monkeypatch: p
         assert f(np.ones(4)).tolist() == [2] * 4
 
 
+@pytest.mark.slow
 def test_a_dead_proxy_in_a_callable_is_refused_once() -> None:
     """It raises ReferenceError wherever it is asked for its class."""
     dead = weakref.proxy(set())

@@ -158,6 +158,7 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
 
 
+@pytest.mark.slow
 def test_a_data_that_is_collected_is_let_go_by_all() -> None:
     x = pt.vector("x")
     f = synk.function([x], (x.sum(), "sum"))

@@ -149,7 +149,7 @@ def _raise_elsewhere(error: type[BaseException], home: int) -> None:
         raise error("not here")
 
 
-@pytest.mark.parametrize("on_other_rank", [True, False])
+@pytest.mark.parametrize("on_other_rank", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_error_of_pickling_belongs_to_one_call(on_other_rank: bool) -> None:
     with team(2):
         for error in (ValueError, SystemExit, KeyboardInterrupt, GeneratorExit):
@@ -301,6 +301,7 @@ def test_ctrl_c_is_raised_when_the_call_is_whole(start: Callable[..., Program]) 
     assert program.text() == "interrupted\nwhole: True again: 4.0\n"
 
 
+@pytest.mark.slow
 def test_two_ctrl_c_kill_the_workers_at_once(start: Callable[..., Program]) -> None:
     program = start(SLEEPER.format(rank=1, what="sleep"))
     wait_until(lambda: len(program.asleep()) == 2 or program.process.poll() is not None, "two ranks to sleep")
@@ -315,6 +316,7 @@ def test_two_ctrl_c_kill_the_workers_at_once(start: Callable[..., Program]) -> N
     wait_until(lambda: not program.left(), "its workers to be gone", 5)
 
 
+@pytest.mark.slow
 def test_two_ctrl_c_interrupt_this_process_s_own_part(start: Callable[..., Program]) -> None:
     program = start(SLEEPER.format(rank=-1, what="sleep"))
     wait_until(lambda: len(program.asleep()) == 3 or program.process.poll() is not None, "three to sleep")
@@ -433,6 +435,7 @@ def test_ranks_start_where_the_working_directory_was_removed(start: Callable[...
     assert (program.place / "log.txt").read_text().startswith("12000.0 was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_lost_rank_has_no_exit_code_if_the_program_ignores_sigchld(start: Callable[..., Program]) -> None:
     program = start(UNUSUAL.format(before="signal.signal(signal.SIGCHLD, signal.SIG_IGN)"))
     assert program.process.wait(limit(60)) == 0, program.text()

@@ -249,7 +249,7 @@ class Exchanging(torch.nn.Module):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("names", ["abcd", "dcba"])
+@pytest.mark.parametrize("names", [pytest.param("abcd", marks=pytest.mark.slow), "dcba"])
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_buffers_that_forward_shifts_or_swaps_are_those_of_torch(
     ranks: int, names: str, num_slices: int
@@ -285,6 +285,7 @@ def test_a_buffer_that_is_replaced_by_one_of_another_shape_is_the_modules_own(ra
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_all_reduce_of_a_buffer_that_one_rank_replaced_by_another_shape(rank: int) -> None:
     """No rank waits for the one that refuses; with float32 on GPUs they would wait until the timeout."""
     with team(2, devices=DEVICES or None, timeout=limit(10)):
@@ -306,6 +307,7 @@ def test_all_reduce_of_a_buffer_that_one_rank_replaced_by_another_shape(rank: in
         assert synk.gather(name).tolist() == [[1.0, 1.0]] * 2
 
 
+@pytest.mark.slow
 def test_values_after_a_broadcast_that_one_rank_has_refused() -> None:
     with team(2, devices=DEVICES or None):
         net, tensor = synk.share(RunningSum()), synk.share(torch.arange(3.0))
@@ -534,6 +536,7 @@ def test_attributes_of_a_class_have_the_settings_of_each_call(ranks: int) -> Non
         assert f(np.ones(6)).tolist() == [mode] * 6
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_is_an_attribute_of_a_class_gets_the_state_that_is_loaded(ranks: int) -> None:
     net = synk.share(make_net())
 

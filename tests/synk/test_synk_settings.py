@@ -632,6 +632,7 @@ def _set_place(fitting: Fitting) -> None:
         (_set_place, "self.chosen[0]"),
     ],
 )
+@pytest.mark.slow
 def test_attributes_and_entries_that_name_another_optimizer_are_refused(
     change: Callable[[Fitting], None], name: str
 ) -> None:

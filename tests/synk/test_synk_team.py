@@ -54,6 +54,7 @@ def test_teams_one_after_the_other_cost_no_descriptors_and_values_stay() -> None
     assert numbers[-1] <= numbers[0] + 1
 
 
+@pytest.mark.slow
 def test_a_module_is_collected_after_its_team() -> None:
     with team(2):
         net = synk.share(torch.nn.Linear(4, 2).double())

@@ -109,6 +109,7 @@ def settings_of_process() -> list[bool]:
     ]
 
 
+@pytest.mark.slow
 def test_all_ranks_have_the_settings_of_the_callers_process(ranks: int) -> None:
     f = synk.function(lambda: torch.tensor([settings_of_process()]), "gather")
     synk.distribute()

@@ -67,7 +67,7 @@ class Model(models.smallnet.Model):
     ("bad", "words"),
     [
         (12, ("print_freq=5",)),  # of 12 steps: after the last line of progress, before validation
-        (3, ("print_freq=5", "checkpoint_minutes=1e-9")),
+        pytest.param(3, ("print_freq=5", "checkpoint_minutes=1e-9"), marks=pytest.mark.slow),
     ],
     ids=["at the end of an epoch", "while saving"],
 )

@@ -324,6 +324,7 @@ def test_a_folder_that_is_removed_while_a_run_starts_is_named(tmp_path: Path) ->
         saving._check_disk(tmp_path / "gone", 1)
 
 
+@pytest.mark.slow
 def test_a_run_looks_for_room_on_the_disk_before_its_first_step(program: Program) -> None:
     (program.place / "runs").mkdir()
     on_a_small_disk = f'mount -t tmpfs -o size=256k small {program.place}/runs && exec "$@"'
