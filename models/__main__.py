@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lockstep.text import handle_closed_pipe
+
 CASES: tuple[tuple[str, int, dict[str, bool]], ...] = (
     ("smallnet", 10, {}),
     ("resnet20", 10, {}),
@@ -40,4 +42,5 @@ def table() -> str:
 if __name__ == "__main__":
     files = {path.stem for path in Path(__file__).parent.glob("[!_]*.py")}
     assert files == {name for name, _, _ in CASES}, "a network is missing from the table"
+    handle_closed_pipe()
     print(table())
