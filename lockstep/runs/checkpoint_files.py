@@ -15,10 +15,8 @@ from lockstep.config import with_new_names
 from lockstep.errors import UserError
 from lockstep.files import checksum, write_text
 from lockstep.runs.metrics import best_epoch, cost_of
-from lockstep.runs.state import Checkpoint, State
+from lockstep.runs.state import Checkpoint, State, position_of
 
-_RECORD = re.compile(r"epoch_(\d+)(?:_at_(\d+))?\.json")
-_TENSORS = re.compile(r"epoch_\d+(_at_\d+)?\.safetensors")
 # Temporary files of a checkpoint that is being written, or received from another host.
 _TEMPORARY = re.compile(
     r"\.(epoch_\d+(_at_\d+)?\.(safetensors\.tmp|safetensors\.json|json\.tmp)|latest\.tmp)"
@@ -27,18 +25,14 @@ _TEMPORARY = re.compile(
 
 def is_record(path: Path) -> bool:
     """Return whether a file is named as the JSON file of a checkpoint."""
-    return bool(_RECORD.fullmatch(path.name))
+    return path.suffix == ".json" and position_of(path.stem) is not None
 
 
 def records(folder: Path) -> list[Path]:
     """Return the JSON files of all checkpoints, oldest position first."""
-    positions = []
-    for path in (folder / "checkpoints").glob("*.json"):
-        match = _RECORD.fullmatch(path.name)
-        if match:
-            position = int(match[2]) if match[2] else float("inf")
-            positions.append((int(match[1]), position, path))
-    return [path for _, _, path in sorted(positions)]
+    paths = (folder / "checkpoints").glob("*.json")
+    found = [(position, path) for path in paths if (position := position_of(path.stem))]
+    return [path for _, path in sorted(found)]
 
 
 def add_epoch(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +169,7 @@ def remove_unfinished(folder: Path) -> None:
         OSError: A file can't be removed.
     """
     for path in (folder / "checkpoints").glob("*"):
-        is_unrecorded = _TENSORS.fullmatch(path.name) and not path.with_suffix(".json").exists()
+        is_tensors = path.suffix == ".safetensors" and position_of(path.stem)
+        is_unrecorded = is_tensors and not path.with_suffix(".json").exists()
         if (is_unrecorded or _TEMPORARY.fullmatch(path.name)) and path.is_file():
             path.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """The part of a checkpoint that is not tensors, which its JSON file holds."""
 
+import math
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,8 @@ from typing import Any
 from lockstep.config import Config
 from lockstep.config.tasks import monitor_in
 from lockstep.runs import versions
+
+_NAME = re.compile(r"epoch_(\d+)(?:_at_(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,16 @@ class State:
                 for entry in self.val_record
             )
         )
+
+
+def position_of(name: str) -> tuple[int, float] | None:
+    """Return the epoch and the position in it that a checkpoint's name has, or None for any other name.
+
+    This is the inverse of `State.name`. The position is infinite if the epoch is complete, so results sort
+    in the order of training.
+    """
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2]) if match[2] else math.inf) if match else None
 
 
 @dataclass(frozen=True)
