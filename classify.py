@@ -27,7 +27,7 @@ from lockstep.config.layers import DATASET_PATHS
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.augment import Augmenter
 from lockstep.data.dataset import open_dataset
-from lockstep.data.description import Description, read_description
+from lockstep.data.description import Description
 from lockstep.data.items import pixels_of, resized
 from lockstep.errors import UserError
 from lockstep.evaluate.answers import Answer, as_json, as_lines, check_target, write_answers
@@ -40,6 +40,7 @@ from lockstep.network.replica import Replica, open_trained
 from lockstep.programs import make_parser
 from lockstep.runs import checkpoint_files
 from lockstep.runs import folder as runfolder
+from lockstep.runs.dataset_description import read_description
 from lockstep.text import handle_closed_pipe, one_line
 from preprocessing import folders
 from preprocessing.images import BadImage, Geometry, open_by_pillow, to_image

@@ -1,25 +1,13 @@
-"""The facts about a dataset that users of a trained network need: dataset.json and dataset_mean.npy.
+"""The facts about a dataset that users of a trained network need."""
 
-They are in a run's folder, so that `classify.py` works without the dataset. A run may be resumed on another
-dataset, or with another mean. The facts before are then kept for its older checkpoints, in the files
-dataset-until-CHECKPOINT.json and dataset_mean-until-CHECKPOINT.npy.
-"""
-
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.data.manifest import ORIENTATIONS, RESIZES, Orientation, Resize
+from lockstep.data.manifest import Orientation, Resize
 from lockstep.errors import UserError
-from lockstep.files import read_array, write_array, write_text
-from lockstep.text import as_name
-
-NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
-_CHECKPOINT = re.compile(r"epoch_(\d+)(?:_at_(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -47,86 +35,7 @@ class Description:
         return facts == others and bool((self.mean == other.mean).all())
 
 
-def write_description(folder: Path, description: Description, start: str = "") -> None:
-    """Write both files, and keep those of the checkpoints so far if they differ.
-
-    Args:
-        folder: The run's folder.
-        description: Of the data that the run is trained on from now on.
-        start: The name of the checkpoint that the run resumes from, such as 'epoch_0003'; '' from scratch.
-
-    Raises:
-        UserError: A file can't be read or written.
-    """
-    known = read_description(folder, start) if start else None
-    if known and not known.same_as(description):
-        _write(known, *_paths(folder, f"-until-{start}"))
-    for name in _kept(folder):
-        if _position(name) > _position(start):  # of checkpoints that were damaged or removed
-            _remove(_paths(folder, f"-until-{name}"))
-    _write(description, *_paths(folder))
-
-
-def _write(description: Description, path: Path, mean_path: Path) -> None:
-    words = {key: getattr(description, key) for key in ("class_names", "resize", "orientation")}
-    write_array(mean_path, description.mean)
-    write_text(path, json.dumps(words, indent=0))
-
-
-def _remove(paths: tuple[Path, Path]) -> None:
-    try:
-        for path in paths:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"{paths[0]}: can't be removed: {error.strerror}") from error
-
-
-def _paths(folder: Path, mark: str = "") -> tuple[Path, Path]:
-    """Return the paths of both files, with a mark before the endings of their names."""
-    first, second = (folder / name.replace(".", f"{mark}.") for name in (NAME, MEAN_NAME))
-    return first, second
-
-
-def _kept(folder: Path) -> list[str]:
-    """Return the names of the checkpoints until which descriptions are kept, the oldest first."""
-    names = (path.stem.removeprefix("dataset-until-") for path in folder.glob("dataset-until-*.json"))
-    return sorted(filter(_CHECKPOINT.fullmatch, names), key=_position)
-
-
-def _position(name: str) -> tuple[int, float]:
-    """Return a sort key of a checkpoint's name; that of '' is the least."""
-    match = _CHECKPOINT.fullmatch(name)
-    return (int(match[1]), float(match[2] or "inf")) if match else (0, 0.0)
-
-
-def read_description(folder: Path, checkpoint: str = "") -> Description | None:
-    """Return the description in a run's folder, or None if it has none.
-
-    Args:
-        folder: The run's folder.
-        checkpoint: The name of the checkpoint whose training data is meant; '': of the run's latest data.
-
-    Raises:
-        UserError: A file is damaged; the message names it.
-    """
-    kept = [name for name in _kept(folder) if checkpoint and _position(checkpoint) <= _position(name)]
-    path, mean_path = _paths(folder, f"-until-{kept[0]}" if kept else "")
-    if not path.exists():
-        return None
-    cure = "Use a later checkpoint." if kept else f"Remove {NAME} to read the dataset itself."
-    try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-        names, resize, orientation = words["class_names"], words["resize"], words["orientation"]
-        if not all(isinstance(name, str) for name in names) or resize not in RESIZES:
-            raise ValueError("class_names or resize")
-        if orientation not in ORIENTATIONS:
-            raise ValueError("orientation")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: can't be used: {error}. {cure}") from error
-    return Description(tuple(map(as_name, names)), _read_mean(mean_path, cure), resize, orientation)
-
-
-def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:
+def check_same_classes(names: Sequence[str], data: str, description: Description, file: Path) -> None:
     """Raise UserError if a class has two names. A class without a name has its number instead.
 
     Two different numbers are names, such as those of class folders 0, 1, 2 and 1, 2, 3.
@@ -134,23 +43,13 @@ def check_same_classes(names: Sequence[str], data: str, description: Description
     Args:
         names: Of the classes in the dataset called `data`.
         data: The dataset's name, for messages.
-        description: Of the training data of `run`.
-        run: The run's folder.
+        description: Of a run's training data.
+        file: The description's file in the run's folder, for messages.
     """
     for number, (now, then) in enumerate(zip(names, description.class_names, strict=False)):
         is_unnamed = str(number) in (now, then) and not (now.isdecimal() and then.isdecimal())
         if now != then and not is_unnamed:
             raise UserError(
-                f"{data}: class {number} is {now!r}, and {then!r} in the training data of {run}. Give the "
-                f"same classes in the same order, or, if both names mean the same, change {run / NAME}."
+                f"{data}: class {number} is {now!r}, and {then!r} in the training data of {file.parent}. "
+                f"Give the same classes in the same order, or, if both names mean the same, change {file}."
             )
-
-
-def _read_mean(path: Path, cure: str) -> np.ndarray:
-    try:
-        mean = read_array(path)
-    except UserError as error:
-        raise UserError(f"{error}. {cure}") from error
-    if mean.dtype != np.float32 or mean.ndim != 3 or mean.shape[2] > 4:
-        raise UserError(f"{path}: is no mean image. {cure}")
-    return mean

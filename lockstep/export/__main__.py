@@ -31,7 +31,7 @@ from torch import nn
 from lockstep.config import Config, Layer, resolve
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import open_dataset
-from lockstep.data.description import Description, read_description
+from lockstep.data.description import Description
 from lockstep.errors import UserError
 from lockstep.extras import require
 from lockstep.files import publish, refusing_unusable_paths
@@ -45,6 +45,7 @@ from lockstep.pretrained.weights import weights_of
 from lockstep.programs import make_parser, reports_errors
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import add_epoch, find_checkpoint
+from lockstep.runs.dataset_description import read_description
 from lockstep.runs.network_source import changed_source, check_importable
 from lockstep.runs.state import Checkpoint
 from lockstep.text import handle_closed_pipe

@@ -5,10 +5,10 @@ from html import escape
 
 import numpy as np
 
-from lockstep.data.description import read_description
 from lockstep.errors import UserError
 from lockstep.report import page
 from lockstep.report.runlog import RunLog
+from lockstep.runs.dataset_description import read_description
 from lockstep.runs.metrics import AnswerCounts, ClassMetrics
 
 MOST_CLASSES = 100  # in the heat map

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +27,7 @@ from lockstep.comm.group import World
 from lockstep.comm.messages import Predictions
 from lockstep.data import hkl
 from lockstep.data.dataset import open_dataset
-from lockstep.data.description import Description, check_same_classes, read_description, write_description
+from lockstep.data.description import Description, check_same_classes
 from lockstep.errors import UserError
 from lockstep.evaluate.answers import Answer, check_target, write_answers
 from lockstep.evaluate.data import open_data
@@ -38,6 +37,7 @@ from lockstep.export.__main__ import describe, load_trained
 from lockstep.launch.status import StatusBoard
 from lockstep.network.build import build_model
 from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.dataset_description import read_description, write_description
 from lockstep.runs.metrics import AnswerCounts
 from lockstep.runs.multilabel import LabelMetrics
 from lockstep.runs.state import Checkpoint, State
@@ -298,30 +298,6 @@ def test_each_checkpoint_keeps_its_mean_if_the_run_is_resumed_with_others(
     assert first_line(overridden) != before[0][1]
 
 
-def test_a_kept_description_ends_with_the_checkpoints_that_it_is_for(tmp_path: Path) -> None:
-    """The newest checkpoints may be damaged, so that a run resumes from an older one, or from scratch."""
-
-    def begin(mean: int, start: str) -> None:
-        image = np.full((2, 2, 3), mean, np.float32)
-        write_description(tmp_path, Description(("a",), image, "squash", "ignore"), start)
-
-    def means(*names: str) -> list[int]:
-        found = [read_description(tmp_path, name) for name in names]
-        return [int(each.mean[0, 0, 0]) for each in found if each]
-
-    begin(1, "")
-    begin(2, "epoch_0002_at_64")
-    begin(3, "epoch_0010")
-    assert means("epoch_0001", "epoch_0002_at_64", "epoch_0002", "epoch_0010") == [1, 1, 2, 2]
-    assert means("epoch_0011", "") == [3, 3]
-    begin(4, "epoch_0010")  # the one before had not made a checkpoint
-    assert means("epoch_0001", "epoch_0010", "epoch_0011", "") == [1, 2, 4, 4]
-    begin(5, "epoch_0001")
-    assert means("epoch_0001", "epoch_0002", "epoch_0010") == [1, 5, 5]
-    begin(6, "")
-    assert means("epoch_0001", "epoch_0002") == [6, 6]
-
-
 @pytest.mark.slow
 def test_a_checkpoint_gets_images_as_it_was_trained_on_them(trained: Running, tmp_path: Path) -> None:
     """The run was resumed with another scale since, which its config.yaml has."""
@@ -393,9 +369,9 @@ def test_a_dataset_of_the_runs_classes_is_opened(folder: Path, tmp_path: Path, n
 def test_folders_with_other_numbers_as_names_are_other_classes(tmp_path: Path) -> None:
     """Classes 0, 1, 2 of a run may be the folders 0, 1, 2; those of folders 1, 2, 3 would be shifted."""
     known = Description(("0", "1", "2"), np.zeros((1, 1, 3), np.float32), "squash", "ignore")
-    check_same_classes(("0", "b", "2"), "data", known, tmp_path)
+    check_same_classes(("0", "b", "2"), "data", known, tmp_path / "dataset.json")
     with pytest.raises(UserError, match="data: class 1 is '2', and '1' in the training data of"):
-        check_same_classes(("0", "2", "3"), "data", known, tmp_path)
+        check_same_classes(("0", "2", "3"), "data", known, tmp_path / "dataset.json")
 
 
 def test_a_dataset_of_other_classes_is_refused(trained: Running, folder: Path, tmp_path: Path) -> None:
@@ -510,27 +486,6 @@ def test_a_runs_folder_says_what_classify_needs(tmp_path: Path) -> None:
     assert call("classify.py", tmp_path / "red.png", "--run", run) == before
     (run / "dataset.json").write_text('{"class_names": 5}')
     assert "dataset.json: can't be used" in call("classify.py", "a.png", "--run", run, code=2)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Path.mkdir, "is not a regular file"),
-        (lambda path: path.write_bytes(b"mean"), "it does not begin as one. numpy.save writes such files"),
-        (lambda path: None, "there is no such file"),
-    ],
-)
-def test_a_runs_mean_that_cant_be_read_is_named(
-    tmp_path: Path, make: Callable[[Path], object], reason: str
-) -> None:
-    write_description(tmp_path, Description(("a",), np.zeros((8, 8, 3), np.float32), "squash", "apply"))
-    mean = tmp_path / "dataset_mean.npy"
-    mean.unlink()
-    make(mean)
-    with pytest.raises(UserError) as raised:
-        read_description(tmp_path)
-    assert str(raised.value).startswith(f"{mean}: ")
-    assert f"{reason}. Remove dataset.json to read the dataset itself." in str(raised.value)
 
 
 def test_a_picture_of_other_channels_is_opened_as_those_of_three_are(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from multilabel_folders import NAMES, labels_of, write_multilabel
 from own_folders import write_classes
 
 from lockstep.data.dataset import Dataset, open_dataset
-from lockstep.data.description import read_description, write_description
 from lockstep.data.manifest import read_manifest
 from lockstep.errors import UserError
+from lockstep.runs.dataset_description import read_description, write_description
 from preprocessing import inspect_data, make_hkl, own_images
 from preprocessing.caffe_lists import read_names
 from preprocessing.finish import IMAGE_LISTS

@@ -25,7 +25,7 @@ from saved import assert_same, tensors
 
 from lockstep.comm.group import World
 from lockstep.comm.messages import Saved
-from lockstep.data.description import Description, write_description
+from lockstep.data.description import Description
 from lockstep.errors import UserError
 from lockstep.files import checksum
 from lockstep.launch.attempts import Attempt, next_attempt
@@ -36,6 +36,7 @@ from lockstep.network.recorder import HostStopwatch
 from lockstep.report.filters import read_filters
 from lockstep.runs import checkpoint
 from lockstep.runs.checkpoint_files import find_checkpoint, records
+from lockstep.runs.dataset_description import write_description
 from lockstep.runs.folder import RunFolder, open_run
 from lockstep.runs.plan import FailureRate, RunPlan
 from lockstep.runs.retention import remove_older, remove_superseded

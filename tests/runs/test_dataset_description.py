@@ -1,0 +1,56 @@
+"""The dataset's description in a run's folder: until which checkpoint each one is kept, and damaged files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.data.description import Description
+from lockstep.errors import UserError
+from lockstep.runs.dataset_description import read_description, write_description
+
+
+def test_a_kept_description_ends_with_the_checkpoints_that_it_is_for(tmp_path: Path) -> None:
+    """The newest checkpoints may be damaged, so that a run resumes from an older one, or from scratch."""
+
+    def begin(mean: int, start: str) -> None:
+        image = np.full((2, 2, 3), mean, np.float32)
+        write_description(tmp_path, Description(("a",), image, "squash", "ignore"), start)
+
+    def means(*names: str) -> list[int]:
+        found = [read_description(tmp_path, name) for name in names]
+        return [int(each.mean[0, 0, 0]) for each in found if each]
+
+    begin(1, "")
+    begin(2, "epoch_0002_at_64")
+    begin(3, "epoch_0010")
+    assert means("epoch_0001", "epoch_0002_at_64", "epoch_0002", "epoch_0010") == [1, 1, 2, 2]
+    assert means("epoch_0011", "") == [3, 3]
+    begin(4, "epoch_0010")  # the one before had not made a checkpoint
+    assert means("epoch_0001", "epoch_0010", "epoch_0011", "") == [1, 2, 4, 4]
+    begin(5, "epoch_0001")
+    assert means("epoch_0001", "epoch_0002", "epoch_0010") == [1, 5, 5]
+    begin(6, "")
+    assert means("epoch_0001", "epoch_0002") == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Path.mkdir, "is not a regular file"),
+        (lambda path: path.write_bytes(b"mean"), "it does not begin as one. numpy.save writes such files"),
+        (lambda path: None, "there is no such file"),
+    ],
+)
+def test_a_runs_mean_that_cant_be_read_is_named(
+    tmp_path: Path, make: Callable[[Path], object], reason: str
+) -> None:
+    write_description(tmp_path, Description(("a",), np.zeros((8, 8, 3), np.float32), "squash", "apply"))
+    mean = tmp_path / "dataset_mean.npy"
+    mean.unlink()
+    make(mean)
+    with pytest.raises(UserError) as raised:
+        read_description(tmp_path)
+    assert str(raised.value).startswith(f"{mean}: ")
+    assert f"{reason}. Remove dataset.json to read the dataset itself." in str(raised.value)
