@@ -7,9 +7,7 @@ import numpy as np
 
 from lockstep.config import Config
 from lockstep.data.dataset import Dataset, as_subtracted, open_dataset, takes_mean_of_data, with_mean
-from lockstep.data.description import check_same_classes
-from lockstep.runs.dataset_description import MEAN_NAME, read_description
-from lockstep.runs.dataset_description import NAME as DESCRIPTION
+from lockstep.runs.dataset_description import MEAN_NAME, check_same_classes, read_description
 
 
 def open_data(
@@ -37,7 +35,7 @@ def open_data(
     if description is None:
         return dataset, []
     name = config.data or config.data_folder
-    check_same_classes(dataset.class_names, name, description, run / DESCRIPTION)
+    check_same_classes(dataset.class_names, name, description, run)
     if own_mean or not takes_mean_of_data(config):
         return dataset, []
     mean = as_subtracted(config, description.mean)

@@ -6,6 +6,7 @@ dataset-until-CHECKPOINT.json and dataset_mean-until-CHECKPOINT.npy.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -103,3 +104,23 @@ def _read_mean(path: Path, cure: str) -> np.ndarray:
     if mean.dtype != np.float32 or mean.ndim != 3 or mean.shape[2] > 4:
         raise UserError(f"{path}: is no mean image. {cure}")
     return mean
+
+
+def check_same_classes(names: Sequence[str], data: str, description: Description, run: Path) -> None:
+    """Raise UserError if a class has two names. A class without a name has its number instead.
+
+    Two different numbers are names, such as those of class folders 0, 1, 2 and 1, 2, 3.
+
+    Args:
+        names: Of the classes in the dataset called `data`.
+        data: The dataset's name, for messages.
+        description: Of the training data of `run`.
+        run: The run's folder.
+    """
+    for number, (now, then) in enumerate(zip(names, description.class_names, strict=False)):
+        is_unnamed = str(number) in (now, then) and not (now.isdecimal() and then.isdecimal())
+        if now != then and not is_unnamed:
+            raise UserError(
+                f"{data}: class {number} is {now!r}, and {then!r} in the training data of {run}. Give the "
+                f"same classes in the same order, or, if both names mean the same, change {run / NAME}."
+            )

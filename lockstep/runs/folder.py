@@ -34,14 +34,13 @@ from lockstep.config import Config, run_to_yaml
 from lockstep.config.hosts import OWN_KEYS
 from lockstep.config.layers import with_absolute_paths, with_order
 from lockstep.config.tasks import monitor_of
-from lockstep.data.description import Description, check_same_classes
+from lockstep.data.description import Description
 from lockstep.errors import NothingToTrain, UserError
 from lockstep.files import write_text
 from lockstep.optim import OPTIMIZERS
 from lockstep.optim.schedules import spans_run
 from lockstep.runs.checkpoint_files import find_checkpoint, is_record, records, remove_unfinished
-from lockstep.runs.dataset_description import NAME as DESCRIPTION
-from lockstep.runs.dataset_description import read_description, write_description
+from lockstep.runs.dataset_description import check_same_classes, read_description, write_description
 from lockstep.runs.metrics import has_ended
 from lockstep.runs.network_source import changed_source, keep_source
 from lockstep.runs.receipts import NAME as RECEIPTS
@@ -104,8 +103,7 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
     notes += _check_same_run(config, n_train, start) + _check_same_dataset(config, dataset, start)
     if description := read_description(folder):
         _check_same_number(config, class_names, description, folder)
-        data = config.data or config.data_folder
-        check_same_classes(class_names, data, description, folder / DESCRIPTION)
+        check_same_classes(class_names, config.data or config.data_folder, description, folder)
     if changed := changed_source(folder, config.model):
         notes.append(f"{changed}; the run continues with the changed file")
     branch = folder_after(folder, start.state.name)

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.data.description import Description
 from lockstep.errors import UserError
-from lockstep.runs.dataset_description import read_description, write_description
+from lockstep.runs.dataset_description import check_same_classes, read_description, write_description
 
 
 def test_a_kept_description_ends_with_the_checkpoints_that_it_is_for(tmp_path: Path) -> None:
@@ -54,3 +54,11 @@ def test_a_runs_mean_that_cant_be_read_is_named(
         read_description(tmp_path)
     assert str(raised.value).startswith(f"{mean}: ")
     assert f"{reason}. Remove dataset.json to read the dataset itself." in str(raised.value)
+
+
+def test_folders_with_other_numbers_as_names_are_other_classes(tmp_path: Path) -> None:
+    """Classes 0, 1, 2 of a run may be the folders 0, 1, 2; those of folders 1, 2, 3 would be shifted."""
+    known = Description(("0", "1", "2"), np.zeros((1, 1, 3), np.float32), "squash", "ignore")
+    check_same_classes(("0", "b", "2"), "data", known, tmp_path)
+    with pytest.raises(UserError, match="data: class 1 is '2', and '1' in the training data of"):
+        check_same_classes(("0", "2", "3"), "data", known, tmp_path)
