@@ -56,8 +56,8 @@ from lockstep.runs.state import Checkpoint
 from lockstep.trainer.validation import FEW_CLASSES
 
 N_WORST = 10  # classes to list
-# Keys of what the network gets of an image. A run may be resumed with others than an older checkpoint has.
-_OF_INPUT = ("subtract_mean", "scale")
+# Where the data is now. All other keys are a checkpoint's own: its run may have been resumed with others since.
+_OF_PLACE = ("data_folder", "data")
 
 
 def main(interrupts: Interrupts) -> int:
@@ -120,9 +120,10 @@ def open_checkpoint(folder: Path, epoch: int | str, overrides: list[str]) -> tup
         raise UserError(f"{folder}: is not a run's folder: it has no config.yaml")
     checkpoint, notes = checkpoint_files.find_checkpoint(folder, epoch)
     layer = configuration.read_command_line(overrides)
-    of_checkpoint = {key: value for key, value in checkpoint.state.config.items() if key in _OF_INPUT}
-    own = configuration.Layer(str(checkpoint.path.with_suffix(".json")), of_checkpoint)
-    config, more_notes = configuration.resolve([configuration.read_run(folder / "config.yaml"), own, layer])
+    record, run = checkpoint.path.with_suffix(".json"), configuration.read_run(folder / "config.yaml")
+    own = configuration.of_any_place(configuration.Layer(str(record), checkpoint.state.config))
+    place = configuration.Layer(run.source, {key: run.values[key] for key in _OF_PLACE if key in run.values})
+    config, more_notes = configuration.resolve([own, place, layer])
     check_importable(folder, config.model)
     for note in filter(None, [*notes, *more_notes, changed_source(folder, config.model)]):
         show(f"note: {note}", "stderr")

@@ -129,9 +129,19 @@ def read_run(path: Path, hosts: int = 1) -> Layer:
     layer = read_yaml(path)
     if not layer.values:  # else the run would continue with the defaults
         raise UserError(f"{path}: holds no keys, so the run's settings are not known: restore or remove it")
+    return of_any_place(Layer(layer.source, with_new_names(layer.values)), hosts)
+
+
+def of_any_place(layer: Layer, hosts: int = 1) -> Layer:
+    """Return a run's settings without the keys of its hosts, and without the checkpoint that it began with.
+
+    Args:
+        layer: A run's settings.
+        hosts: As for `read_run`.
+    """
     dropped = {"load_epoch", "n_hosts", *OWN_KEYS, *(() if hosts > 1 else NETWORK_KEYS)}
-    values = with_new_names(layer.values)
-    return Layer(layer.source, {key: value for key, value in values.items() if key not in dropped})
+    values = {key: value for key, value in layer.values.items() if key not in dropped}
+    return Layer(layer.source, values)
 
 
 def read_command_line(arguments: list[str]) -> Layer:

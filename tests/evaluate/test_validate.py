@@ -292,22 +292,27 @@ def test_each_checkpoint_keeps_its_mean_if_the_run_is_resumed_with_others(
     program.run("n_epochs=3", given, *resumed)
     before.append(answers(3))
     program.run("n_epochs=4", "subtract_mean=none", *resumed)
-    assert [answers(epoch) for epoch in (1, 2, 3)] == before
-    assert [each[0] for each in before[1:]] == [[50.0] * 3, [90.0] * 3] and answers(4)[0] == [0.0] * 3
+    before.append(answers(4))
+    program.run("n_epochs=5", "subtract_mean=null", "crop=padded", *resumed)  # the mean of each channel
+    assert [answers(epoch) for epoch in (1, 2, 3, 4)] == before
+    assert [each[0] for each in before[1:]] == [[50.0] * 3, [90.0] * 3, [0.0] * 3]
     overridden = call("validate.py", run.run_folder, "--epoch", 1, "devices=[cpu]", given)
     assert first_line(overridden) != before[0][1]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_gets_images_as_it_was_trained_on_them(trained: Running, tmp_path: Path) -> None:
-    """The run was resumed with another scale since, which its config.yaml has."""
+@pytest.mark.parametrize(("then", "now"), [("scale: null", "scale: 0.01"), ("mixup: 0.0", "mixup: 0.2")])
+def test_a_checkpoint_gets_images_as_it_was_trained_on_them(
+    trained: Running, tmp_path: Path, then: str, now: str
+) -> None:
+    """The run was resumed with other keys since, which its config.yaml has. With mixup it makes images."""
     run = Path(shutil.copytree(trained.run_folder, tmp_path / "run"))
     settings = run / "config.yaml"
-    settings.write_text(settings.read_text().replace("scale: null", "scale: 0.01"))
-    assert "scale: 0.01" in settings.read_text()
+    settings.write_text(settings.read_text().replace(then, now))
+    assert now in settings.read_text()
     own = call("validate.py", trained.run_folder, "--epoch", 1, "devices=[cpu]")
     assert first_line(call("validate.py", run, "--epoch", 1, "devices=[cpu]")) == first_line(own)
-    given = call("validate.py", run, "--epoch", 1, "devices=[cpu]", "scale=0.01")
+    given = call("validate.py", run, "--epoch", 1, "devices=[cpu]", now.replace(": ", "="))
     assert first_line(given) != first_line(own)
 
 
