@@ -137,9 +137,7 @@ def implementations(running: Running) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("augment_on", "kernels"), [("trainer", "all"), ("loader", "blocks"), ("loader", "none")]
-)
+@pytest.mark.parametrize(("augment_on", "kernels"), [("trainer", "all"), ("loader", "none")])
 def test_pictures_in_blocks_train_to_the_bits_of_cpus(
     program: Program, simulation: Simulation, tmp_path: Path, augment_on: str, kernels: str
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forked_programs import forked
 
 from lockstep import __version__, cli
 from lockstep.cli import _with_data_folder
@@ -36,16 +37,15 @@ def test_keys_are_no_folder() -> None:
     ("words", "name"),
     [
         ("-m lockstep.cli predict", "lockstep predict"),
-        pytest.param("-m lockstep.cli report", "lockstep report", marks=pytest.mark.slow),
-        pytest.param("-m lockstep.cli train", "lockstep train", marks=pytest.mark.slow),
+        ("-m lockstep.cli report", "lockstep report"),
+        ("-m lockstep.cli train", "lockstep train"),
         ("validate.py", "validate.py"),
-        pytest.param("-m lockstep.report", "python -m lockstep.report", marks=pytest.mark.slow),
+        ("-m lockstep.report", "python -m lockstep.report"),
     ],
 )
 def test_a_help_text_has_the_name_by_which_the_program_was_called(words: str, name: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *words.split(), "--help"], capture_output=True, text=True, cwd=ROOT
-    )
+    command = forked([sys.executable, *words.split(), "--help"])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert f"usage: {name} [-h]" in done.stdout
 
 

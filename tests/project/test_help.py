@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from forked_programs import forked
 from limits import limit
 
 FILES = ["train.py", "validate.py", "verify.py", "classify.py"]
@@ -15,7 +16,7 @@ SCRIPTS = sorted(
     for path in (ROOT / "preprocessing").glob("*.py")
     if "__main__" in path.read_text()
 )
-PROGRAMS = [*FILES[1:], *(f"-m {module}" for module in MODULES), *SCRIPTS]
+PROGRAMS = [*FILES, *(f"-m {module}" for module in MODULES), *SCRIPTS]
 # An argument, and what is said of it: behind it, or on the next line.
 ARGUMENT = re.compile(r"^  (?P<name>\S.*?)(?:  +|\n {10,})(?P<words>\S.*)$", re.MULTILINE)
 NAME = re.compile(r"^  (?! )(\S+)", re.MULTILINE)
@@ -25,12 +26,10 @@ def test_the_scripts_are_found() -> None:
     assert "preprocessing/make_hkl.py" in SCRIPTS and len(SCRIPTS) >= 6
 
 
-@pytest.mark.parametrize(
-    "program", [FILES[0], *(pytest.param(program, marks=pytest.mark.slow) for program in PROGRAMS)]
-)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_is_whole(program: str) -> None:
     result = subprocess.run(
-        [sys.executable, *program.split(), "--help"],
+        forked([sys.executable, *program.split(), "--help"]),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -147,8 +147,7 @@ def run_suite(
 @pytest.mark.parametrize(
     ("devices", "fault", "transport", "which", "suite"),
     [
-        ("cuda:0 cuda:1", "", "PeerTransport", "large_outputs or single_tensor or buffers", SUITES[0]),
-        ("cuda:0 cuda:1", "lost", "StagedTransport", "test", SUITES[0]),
+        ("cuda:0 cuda:1", "lost", "StagedTransport", "large_outputs or single_tensor or buffers", SUITES[0]),
         ("cuda:0 cuda:0 cuda:1", "", "PeerTransport", "test", SUITES[0]),
         ("cuda:0 cuda:1", "", "PeerTransport", "test", SUITES[1]),
     ],
