@@ -313,7 +313,7 @@ def _check_same_run(config: Config, n_train: int, start: Checkpoint) -> list[str
     refused |= set(OPTIMIZERS[config.optimizer].kept_keys)
     if "use_momentum" in refused and 0 in (now["momentum"], then["momentum"]):  # no state without momentum
         refused.add("momentum")
-    if 0 < state.position < state.n_samples:
+    if state.is_within_epoch:
         refused |= {"shuffle", "shuffle_block", "sampler"}
         if n_train != state.n_samples:
             raise UserError(
@@ -365,7 +365,7 @@ def _effect_of(key: str, now: dict[str, Any], then: dict[str, Any]) -> str:
 def _check_same_dataset(config: Config, dataset: str, start: Checkpoint) -> list[str]:
     """Return notes on a changed dataset. Raise UserError if the checkpoint lies within an epoch."""
     state, notes = start.state, notes_on_dataset(config, dataset, start)
-    if notes and 0 < state.position < state.n_samples:
+    if notes and state.is_within_epoch:
         raise UserError(
             f"{notes[0]}, which stopped within epoch {state.epoch} ({start.path}). "
             + _SAME_DATA[config.data is not None]

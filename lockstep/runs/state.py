@@ -84,6 +84,11 @@ class State:
         return self.is_validated or (not is_due and self.position >= self.n_samples > 0)
 
     @property
+    def is_within_epoch(self) -> bool:
+        """True if the epoch has begun and is not complete: its validation, at least, is still to come."""
+        return self.position > 0 and not self.is_complete
+
+    @property
     def is_validated(self) -> bool:
         """True if all epochs so far are validated, or the newest validation is of this epoch."""
         record = self.val_record
