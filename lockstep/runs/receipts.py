@@ -86,6 +86,11 @@ class Receipt:
         """What the state depends on, beside the steps."""
         return self.settings, self.manifest, self.labels
 
+    @property
+    def begins_run(self) -> bool:
+        """True for the state before the first step. After a step of fewer images, `step` may be 0, too."""
+        return self.epoch == 1 and self.position == 0
+
     def sealed(self) -> "Receipt":
         """Return the receipt with its hash."""
         content = {key: value for key, value in asdict(self).items() if key != "hash"}

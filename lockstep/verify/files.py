@@ -123,7 +123,7 @@ def _check_without_receipt(record: Path, first: Receipt, notes: list[str]) -> It
         (each.epoch + 1, 0) if each.position >= state.n_samples else (each.epoch, each.position)
         for each in (state, first)
     )
-    is_older = moment <= begin and first.step > 0
+    is_older = moment <= begin and not first.begins_run
     if is_older and state.name == record.stem:
         path = record.with_suffix(".safetensors")
         notes.append(f"{path}: is older than the receipts. Only its own checksum was checked, which is right")

@@ -93,7 +93,7 @@ def from_scratch(folder: Path, receipts: Sequence[Receipt], basis: Basis, step: 
         UserError: The run has other settings or data at its beginning, or no receipt up to that step.
     """
     known = [receipt.step for receipt in receipts if receipt.basis == basis and receipt.step <= step]
-    if not known or receipts[0].step or receipts[0].basis != basis:
+    if not known or not receipts[0].begins_run or receipts[0].basis != basis:
         raise UserError(
             f"{folder}: its receipts do not begin at step 0 with the settings of config.yaml and this "
             f"dataset, so steps 0 to {step} can't be replayed: use --replay"
@@ -103,7 +103,7 @@ def from_scratch(folder: Path, receipts: Sequence[Receipt], basis: Basis, step: 
 
 def _starts(folder: Path, receipts: Sequence[Receipt], basis: Basis) -> dict[int, Path | None]:
     """Return the steps at which a replay can start, with their checkpoints; None from scratch."""
-    begins_here = receipts[0].step == 0 and receipts[0].basis == basis
+    begins_here = receipts[0].begins_run and receipts[0].basis == basis
     found: dict[int, Path | None] = {0: None} if begins_here else {}
     paths: dict[str, Path] = {}  # by state: a run that was resumed with other keys or data counts steps anew
     for receipt in receipts:

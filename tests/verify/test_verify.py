@@ -491,6 +491,25 @@ def test_a_run_resumed_within_an_epoch_with_another_batch_size_is_verified(progr
 
 
 @pytest.mark.slow
+def test_receipts_that_begin_within_the_first_step_are_not_of_the_beginning(program: Program) -> None:
+    """The run began without logical_ranks, and stopped after fewer images than a step has now."""
+    saves = ("checkpoint_minutes=1e-9", "n_epochs=1", "devices=[cpu]", "batch_size=16")
+    running = program.run(*saves)
+    for path in (running.run_folder / "checkpoints").glob("epoch_*"):
+        if path.stem != "epoch_0001_at_16":
+            path.unlink()
+    program.run(
+        *KEYS[:1], "global_batch_size=64", "checkpoint_minutes=null", "n_epochs=2", "resume_train=true"
+    )
+    text = call(running.run_folder, "--replay", 9)
+    assert ": verified; " in text and "epoch_0001_at_16.safetensors: is older than the receipts" in text
+    for path in (running.run_folder / "checkpoints").glob("epoch_0001_at_16.*"):
+        path.unlink()
+    assert ": verified; " in call(running.run_folder, "--replay", 9)
+    assert "its receipts do not begin at step 0" in call(running.run_folder, "--step", 3, code=2)
+
+
+@pytest.mark.slow
 def test_a_run_on_datasets_is_verified(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support"))
     running = program.run("data=own_datasets:make_squares", "n_classes=4", "n_epochs=1", *KEYS)
