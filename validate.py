@@ -56,7 +56,7 @@ from lockstep.runs.state import Checkpoint
 from lockstep.trainer.validation import FEW_CLASSES
 
 N_WORST = 10  # classes to list
-# Where the data is now. All other keys are a checkpoint's own: its run may have been resumed with others since.
+# Where the data is now. All other keys are a checkpoint's own: the run may have been resumed with others.
 _OF_PLACE = ("data_folder", "data")
 
 
@@ -124,8 +124,9 @@ def open_checkpoint(folder: Path, epoch: int | str, overrides: list[str]) -> tup
     own = configuration.of_any_place(configuration.Layer(str(record), checkpoint.state.config))
     place = configuration.Layer(run.source, {key: run.values[key] for key in _OF_PLACE if key in run.values})
     config, more_notes = configuration.resolve([own, place, layer])
-    check_importable(folder, config.model)
-    for note in filter(None, [*notes, *more_notes, changed_source(folder, config.model)]):
+    check_importable(folder, config.model, checkpoint.state.name)
+    changed = changed_source(folder, config.model, checkpoint.state.name)
+    for note in filter(None, [*notes, *more_notes, changed]):
         show(f"note: {note}", "stderr")
     chosen = devices.normalise(config.devices) if "devices" in layer.values else ()
     if chosen:

@@ -111,8 +111,8 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
     """
     chosen, notes = find_checkpoint(run, epoch)
     config, _ = resolve([Layer(str(chosen.path.with_suffix(".json")), chosen.state.config)])
-    check_importable(run, config.model)
-    notes += filter(None, [changed_source(run, config.model)])
+    check_importable(run, config.model, chosen.state.name)
+    notes += filter(None, [changed_source(run, config.model, chosen.state.name)])
     tensors = checkpoint.load(chosen.path)
     weights = weights_of(tensors)
     n_classes = count_classes(config, weights, str(chosen.path))

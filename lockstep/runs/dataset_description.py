@@ -15,7 +15,7 @@ from lockstep.data.description import Description
 from lockstep.data.manifest import ORIENTATIONS, RESIZES
 from lockstep.errors import UserError
 from lockstep.files import read_array, write_array, write_text
-from lockstep.runs.state import position_of
+from lockstep.runs.kept import mark_for, mark_of, marks_after
 from lockstep.text import as_name
 
 NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
@@ -34,11 +34,9 @@ def write_description(folder: Path, description: Description, start: str = "") -
     """
     known = read_description(folder, start) if start else None
     if known and not known.same_as(description):
-        _write(known, *_paths(folder, f"-until-{start}"))
-    begin = position_of(start)
-    for position, name in _kept(folder):
-        if begin is None or position > begin:  # of checkpoints that were damaged or removed
-            _remove(_paths(folder, f"-until-{name}"))
+        _write(known, *_paths(folder, mark_of(start)))
+    for mark in marks_after(folder, NAME, start):
+        _remove(_paths(folder, mark))
     _write(description, *_paths(folder))
 
 
@@ -62,12 +60,6 @@ def _paths(folder: Path, mark: str = "") -> tuple[Path, Path]:
     return first, second
 
 
-def _kept(folder: Path) -> list[tuple[tuple[int, float], str]]:
-    """Return positions and names of the checkpoints until which descriptions are kept, the oldest first."""
-    names = (path.stem.removeprefix("dataset-until-") for path in folder.glob("dataset-until-*.json"))
-    return sorted((position, name) for name in names if (position := position_of(name)))
-
-
 def read_description(folder: Path, checkpoint: str = "") -> Description | None:
     """Return the description in a run's folder, or None if it has none.
 
@@ -78,12 +70,11 @@ def read_description(folder: Path, checkpoint: str = "") -> Description | None:
     Raises:
         UserError: A file is damaged; the message names it.
     """
-    position = position_of(checkpoint)
-    kept = [name for until, name in _kept(folder) if position and position <= until]
-    path, mean_path = _paths(folder, f"-until-{kept[0]}" if kept else "")
+    mark = mark_for(folder, NAME, checkpoint)
+    path, mean_path = _paths(folder, mark)
     if not path.exists():
         return None
-    cure = "Use a later checkpoint." if kept else f"Remove {NAME} to read the dataset itself."
+    cure = "Use a later checkpoint." if mark else f"Remove {NAME} to read the dataset itself."
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
         names, resize, orientation = words["class_names"], words["resize"], words["orientation"]

@@ -4,7 +4,8 @@
     runs/<name>/dataset.json, dataset_mean.npy  the dataset's classes, geometry and mean; with -until-<at> in
                                                 their names those of older checkpoints, if they differ
     runs/<name>/receipts.jsonl                  with logical_ranks: a chain of digests of the state
-    runs/<name>/network/                        a copy of the network's source, for people
+    runs/<name>/network/                        a copy of the network's source, for people; with -until-<at>
+                                                in its name that of older checkpoints, if it differs
     runs/<name>/log.jsonl                       JSON lines: every start (with versions), line of
                                                 progress, validation, checkpoint and end
     runs/<name>/checkpoints/<at>.safetensors    weights, optimizer state, buffers
@@ -104,7 +105,7 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
     if description := read_description(folder):
         _check_same_number(config, class_names, description, folder)
         check_same_classes(class_names, config.data or config.data_folder, description, folder)
-    if changed := changed_source(folder, config.model):
+    if changed := changed_source(folder, config.model, start.state.name):
         notes.append(f"{changed}; the run continues with the changed file")
     branch = folder_after(folder, start.state.name)
     if config.load_epoch != "latest" and branch != folder:
@@ -154,7 +155,7 @@ def keep_settings(folder: Path, config: Config, description: Description, start:
         UserError: A file can't be written.
     """
     write_description(folder, description, start)
-    keep_source(folder, config.model)
+    keep_source(folder, config.model, start)
     write_text(folder / "config.yaml", run_to_yaml(config))
 
 

@@ -1,15 +1,18 @@
 """The source of a run's network: whether it changes while the run trains, and a copy of it for people.
 
-The copy is in the run's folder, <run>/network/. No program imports it from there: a user who opens a run of
+The copy is in the run's folder, <run>/network/; if the file had changed when the run resumed, that of older
+checkpoints is in <run>/network-until-CHECKPOINT/. No program imports it from there: a user who opens a run of
 somebody else runs no code of that run's folder.
 """
 
 import importlib.util
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.files import write_bytes
+from lockstep.runs.kept import mark_for, mark_of, marks_after
 
 FOLDER = "network"
 _LIBRARIES = ("torchvision", "timm")
@@ -36,26 +39,31 @@ class NetworkSource:
         return f"{self._path}: the file of the network has changed since the run started"
 
 
-def keep_source(folder: Path, model: str) -> None:
+def keep_source(folder: Path, model: str, start: str = "") -> None:
     """Copy the file of the network that `model` names into a run's folder, unless a library has it.
 
+    Args:
+        folder: The run's folder.
+        model: As in the configuration.
+        start: The name of the checkpoint that the run resumes from; '' from scratch.
+
     Raises:
-        UserError: The copy can't be written.
+        UserError: A copy can't be written, read or removed.
     """
     modules = _modules_of(model)
     content = _read(_find_file(modules))
     if content is None:
         return
-    copy = _copy_of(folder, modules)
-    try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{copy.parent}: can't be made: {error.strerror}") from error
-    write_bytes(copy, content)
+    known = _read_copy(folder, modules, start) if start else None
+    if known not in (None, content):
+        _write_copy(folder / f"{FOLDER}{mark_of(start)}", modules, known)
+    for mark in marks_after(folder, FOLDER, start):
+        shutil.rmtree(folder / f"{FOLDER}{mark}", ignore_errors=True)
+    _write_copy(folder / FOLDER, modules, content)
 
 
-def changed_source(folder: Path, model: str) -> str:
-    """Return a line that names the network's file if it is not the one of the run's folder, else ''.
+def changed_source(folder: Path, model: str, checkpoint: str) -> str:
+    """Return a line that names the network's file if it is not the one of a checkpoint, else ''.
 
     Raises:
         UserError: The copy in the run's folder can't be read.
@@ -64,30 +72,49 @@ def changed_source(folder: Path, model: str) -> str:
     source = _find_file(modules)
     if source is None:
         return ""
-    copy = _copy_of(folder, modules)
-    try:
-        kept = copy.read_bytes()
-    except FileNotFoundError:  # a run of an earlier version
+    kept = _read_copy(folder, modules, checkpoint)
+    if kept is None or _read(source) in (None, kept):  # an earlier version made no copy
         return ""
-    except OSError as error:
-        raise UserError(f"{copy}: can't be read: {error.strerror}. Restore it, or remove it.") from error
-    if _read(source) in (None, kept):
-        return ""
+    copy = _copy_of(_folder_of(folder, checkpoint), modules)
     return f"{source}: the file of the network has changed since the run started (its copy: {copy})"
 
 
-def check_importable(folder: Path, model: str) -> None:
+def check_importable(folder: Path, model: str, checkpoint: str) -> None:
     """Raise UserError if a network can't be imported here, and the run's folder has a copy of its source."""
-    modules = _modules_of(model)
-    if modules and _find_file(modules) is None and Path(folder, FOLDER).is_dir():
+    modules, copy = _modules_of(model), _folder_of(folder, checkpoint)
+    if modules and _find_file(modules) is None and copy.is_dir():
         raise UserError(
             f"model {model}: can't be imported here. The run's folder has a copy of its source. If you trust "
-            f"it, set PYTHONPATH={(folder / FOLDER).absolute()}"
+            f"it, set PYTHONPATH={copy.absolute()}"
         )
 
 
+def _folder_of(run: Path, checkpoint: str) -> Path:
+    """Return the folder of the source that a checkpoint was trained with."""
+    return run / f"{FOLDER}{mark_for(run, FOLDER, checkpoint)}"
+
+
+def _read_copy(run: Path, modules: list[str], checkpoint: str) -> bytes | None:
+    copy = _copy_of(_folder_of(run, checkpoint), modules)
+    try:
+        return copy.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{copy}: can't be read: {error.strerror}. Restore it, or remove it.") from error
+
+
+def _write_copy(folder: Path, modules: list[str], content: bytes) -> None:
+    copy = _copy_of(folder, modules)
+    try:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{copy.parent}: can't be made: {error.strerror}") from error
+    write_bytes(copy, content)
+
+
 def _copy_of(folder: Path, modules: list[str]) -> Path:
-    return Path(folder, FOLDER, *modules[:-1], f"{modules[-1]}.py")
+    return Path(folder, *modules[:-1], f"{modules[-1]}.py")
 
 
 def _modules_of(model: str) -> list[str]:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lockstep.errors import UserError
 from lockstep.export.__main__ import load_trained
-from lockstep.runs.network_source import NetworkSource, check_importable, keep_source
+from lockstep.runs.network_source import NetworkSource, changed_source, check_importable, keep_source
 
 NETWORK = """
 import torch
@@ -44,9 +44,9 @@ def test_networks_of_files_are_copied_and_those_of_libraries_are_not(
     copies = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*.py")}
     assert copies == {"network/mine/net.py", "network/alone.py", "network/models/smallnet.py"}
     assert (tmp_path / "run" / "network" / "mine" / "net.py").read_text() == NETWORK
-    check_importable(tmp_path / "run", "alone:Net")
+    check_importable(tmp_path / "run", "alone:Net", "epoch_0001")
     with pytest.raises(UserError, match=r"nowhere:Net: can't be imported here.*PYTHONPATH=.*run/network"):
-        check_importable(tmp_path / "run", "nowhere:Net")
+        check_importable(tmp_path / "run", "nowhere:Net", "epoch_0001")
 
 
 def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
@@ -65,13 +65,45 @@ def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
         assert NetworkSource(model).describe_change() == ""
 
 
+def test_a_checkpoint_keeps_the_source_it_was_trained_with_if_its_run_resumes_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run, model = tmp_path / "resumed_net.py", tmp_path / "run", "resumed_net:Net"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def begin(source: str, start: str) -> None:
+        path.write_text(source)
+        keep_source(run, model, start)
+
+    def changed(*epochs: int) -> list[str]:
+        found = [
+            changed_source(run, model, f"epoch_{epoch:04d}").rpartition("(its copy: ")[2] for epoch in epochs
+        ]
+        return [text.removeprefix(f"{run}/").removesuffix("/resumed_net.py)") for text in found]
+
+    begin(NETWORK, "")
+    begin(NETWORK, "epoch_0001")
+    begin(NETWORK + "# second\n", "epoch_0002")
+    kept = "network-until-epoch_0002"
+    assert changed(1, 2, 3) == [kept, kept, ""]
+    assert (run / kept / "resumed_net.py").read_text() == NETWORK
+    begin(NETWORK, "epoch_0002")  # from the same checkpoint again
+    assert changed(1, 2, 3) == ["", "", ""]
+    begin(NETWORK + "# third\n", "epoch_0004")
+    assert changed(2, 4, 5) == [kept, "network-until-epoch_0004", ""]
+    begin(NETWORK + "# fourth\n", "epoch_0001")  # the checkpoints after it were damaged
+    assert changed(1, 2) == ["network-until-epoch_0001", ""]
+    begin(NETWORK, "")
+    assert changed(1, 2) == ["", ""] and list(run.glob("network*")) == [run / "network"]
+
+
 def test_a_module_that_a_program_made_has_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no spec, for which find_spec raises ValueError."""
     monkeypatch.setitem(sys.modules, "made", ModuleType("made"))
-    check_importable(tmp_path, "made:Net")
+    check_importable(tmp_path, "made:Net", "")
     (tmp_path / "network").mkdir()
     with pytest.raises(UserError, match="model made:Net: can't be imported here"):
-        check_importable(tmp_path, "made:Net")
+        check_importable(tmp_path, "made:Net", "")
 
 
 @pytest.mark.slow
