@@ -33,7 +33,8 @@ def trace_of(run: Path) -> ChromeTrace:
     Raises:
         UserError: The run has no trace, or one of its files can't be read.
     """
-    found = sorted((run / "trace").glob("*.txt"))
+    folder = run / "trace"
+    found = sorted(folder.glob("*.txt")) if folder.is_dir() else []  # is_dir() names a path that can't be
     paths = [path for path in found if path.stem.rpartition(".")[2].isdecimal()]  # others are not a run's
     if not paths:
         raise UserError(f"{run}: has no trace: train with trace=true")
