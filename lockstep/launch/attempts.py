@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.comm.group import World
 from lockstep.config import Config
-from lockstep.config.rules import on_failure_of, settle
+from lockstep.config.rules import discarded_replicas, on_failure_of, settle
 from lockstep.data.dataset import Dataset
 from lockstep.errors import UserError
 from lockstep.launch.children import ExitStatus
@@ -205,8 +205,10 @@ def resume(attempt: Attempt, config: Config, retained: Retained | None, host: Si
         except UserError:  # no checkpoint yet: from where this run began
             pass
         host.check_start(run, number)
-    run = dataclasses.replace(run, notes=notes)
-    return Attempt(config, run, retained, number)
+    found = Attempt(config, dataclasses.replace(run, notes=notes), retained, number)
+    if state := found.state:
+        notes += filter(None, [discarded_replicas(state.config.get("rule", ""), state.n_trainers, config)])
+    return found
 
 
 def clean_folder(folder: Path) -> None:

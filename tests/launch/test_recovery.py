@@ -19,6 +19,7 @@ from lockstep.launch.attempts import Attempt, Failures, next_attempt
 from lockstep.launch.children import ExitStatus
 from lockstep.runs.checkpoint_files import find_checkpoint
 from lockstep.runs.folder import RunFolder, open_run
+from lockstep.runs.state import Checkpoint, State
 
 EVERY_STEP = ("memory_checkpoint_seconds=1e-6",)
 
@@ -105,6 +106,17 @@ def test_what_is_left_of_four_shares_the_work(
     found = next_attempt(Attempt(make_config(**keys), run), ExitStatus(1, lost=lost), 0)
     assert found and list(found.config.devices) == left and found.config.batch_size == 6
     assert found.config.shares == "equal"
+
+
+@pytest.mark.parametrize(("rule", "notes"), [("elastic", ["all begin with their centre"]), ("local", [])])
+def test_replicas_that_a_smaller_run_discards_are_noted(tmp_path: Path, rule: str, notes: list[str]) -> None:
+    keys = {"rule": rule, "global_batch_size": 16, "on_failure": "shrink", "devices": ["a", "b", "c"]}
+    config = make_config(**keys)
+    state = State.now(1, 32, 90, 0.1, [], 3, config)
+    with open(tmp_path / "lock", "w") as lock:
+        run = RunFolder(tmp_path, Checkpoint(tmp_path / "epoch_0001_at_32.safetensors", state), [], lock)
+    found = next_attempt(Attempt(config, run), ExitStatus(1, lost="trainer 1"), 0)
+    assert found and [note.rpartition(": ")[2] for note in found.run.notes] == notes
 
 
 def test_processes_learn_how_often_the_run_has_failed(tmp_path: Path) -> None:
