@@ -5,6 +5,7 @@ checkpoints is in <run>/network-until-CHECKPOINT/. No program imports it from th
 somebody else runs no code of that run's folder.
 """
 
+import hashlib
 import importlib.util
 import shutil
 from contextlib import suppress
@@ -37,6 +38,12 @@ class NetworkSource:
         if _read(self._path) == self._content:
             return ""
         return f"{self._path}: the file of the network has changed since the run started"
+
+
+def digest_of_source(name: str) -> str:
+    """Return a digest of the file of a network or function, by its name in the configuration; '' without."""
+    content = _read(_find_file(_modules_of(name)))
+    return hashlib.sha256(content).hexdigest()[:16] if content is not None else ""
 
 
 def keep_source(folder: Path, model: str, start: str = "") -> None:

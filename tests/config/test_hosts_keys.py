@@ -123,6 +123,26 @@ def test_hosts_agree_or_the_first_that_differs_is_named(shared_folder: Path) -> 
         join_rendezvous(ours, {key: value for key, value in ours.items() if key != "version of torch"})
 
 
+@pytest.mark.parametrize("key", ["model", "loss", "augmentation"])
+def test_hosts_with_other_files_of_the_users_code_do_not_start(
+    key: str, shared_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All replicas would be equal, and trained by gradients of two networks or losses."""
+    path, code = tmp_path / f"users_{key}.py", f"users_{key}:Code"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def facts(source: str) -> dict[str, Any]:
+        path.write_text(source)
+        config = make_config(**HOSTS, data_folder=str(shared_folder), **{key: code})
+        return facts_of(config, open_dataset(config))
+
+    hosts = [facts("Code = 1"), facts("Code = 1"), facts("Code = 2")]
+    message = rf"source of {code}: \w+ on host 0, \w+ on host 2: it has to be the same on all hosts"
+    with pytest.raises(UserError, match=message):
+        agree(SimpleNamespace(gather=lambda key, value, seconds: hosts), hosts[0], 1.0)  # type: ignore[arg-type]
+    assert agree(SimpleNamespace(gather=lambda key, value, seconds: hosts[:2]), hosts[0], 1.0) == []  # type: ignore[arg-type]
+
+
 def test_the_page_lists_the_keys_that_may_differ(shared_folder: Path) -> None:
     _, _, rest = (ROOT / "docs/hosts.md").read_text().partition("These may differ: ")
     listed = set(re.findall(r"`(\w+)`", rest.partition("\n\n")[0])) - {"logical_ranks"}
