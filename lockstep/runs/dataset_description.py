@@ -7,6 +7,7 @@ dataset-until-CHECKPOINT.json and dataset_mean-until-CHECKPOINT.npy.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ NAME, MEAN_NAME = "dataset.json", "dataset_mean.npy"
 def write_description(folder: Path, description: Description, start: str = "") -> None:
     """Write both files, and keep those of the checkpoints so far if they differ.
 
+    A class that the new data does not name keeps its name, with which later data is compared.
+
     Args:
         folder: The run's folder.
         description: Of the data that the run is trained on from now on.
@@ -33,11 +36,20 @@ def write_description(folder: Path, description: Description, start: str = "") -
         UserError: A file can't be read or written.
     """
     known = read_description(folder, start) if start else None
+    if known:
+        names = _with_known(description.class_names, known.class_names)
+        description = replace(description, class_names=names)
     if known and not known.same_as(description):
         _write(known, *_paths(folder, mark_of(start)))
     for mark in marks_after(folder, NAME, start):
         _remove(_paths(folder, mark))
     _write(description, *_paths(folder))
+
+
+def _with_known(names: tuple[str, ...], known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return names of classes in which a class without one, which has its number, keeps the one it had."""
+    pairs = zip(names, known, strict=True)
+    return tuple(then if now == str(number) else now for number, (now, then) in enumerate(pairs))
 
 
 def _write(description: Description, path: Path, mean_path: Path) -> None:

@@ -62,3 +62,14 @@ def test_folders_with_other_numbers_as_names_are_other_classes(tmp_path: Path) -
     check_same_classes(("0", "b", "2"), "data", known, tmp_path)
     with pytest.raises(UserError, match="data: class 1 is '2', and '1' in the training data of"):
         check_same_classes(("0", "2", "3"), "data", known, tmp_path)
+
+
+def test_names_of_classes_outlast_data_without_names(tmp_path: Path) -> None:
+    """Otherwise classes in another order would be accepted after such data."""
+    for names, start in (("ab", ""), ("01", "epoch_0001"), ("01", "epoch_0002")):
+        image = np.zeros((2, 2, 3), np.float32)
+        write_description(tmp_path, Description(tuple(names), image, "squash", "ignore"), start)
+        known = read_description(tmp_path)
+        assert known and known.class_names == ("a", "b")
+    with pytest.raises(UserError, match="data: class 0 is 'b', and 'a' in the training data of"):
+        check_same_classes(("b", "a"), "data", known, tmp_path)
