@@ -97,6 +97,7 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
         return RunFolder(folder, None, [], _lock_new(folder))
     folder = folder_to_resume(config)
     if not records(folder) and config.load_epoch == "latest":
+        _check_is_no_branch(folder)
         notes = [f"{folder} has no checkpoint yet: starting from scratch"]
         return RunFolder(folder, None, notes, _lock_new(folder))
     lock = _lock(folder)
@@ -143,6 +144,20 @@ def folder_after(folder: Path, name: str) -> Path:
     known = records(folder)
     is_newest = not known or known[-1].stem == name
     return folder if is_newest else folder.with_name(f"{folder.name}-from-{name}")
+
+
+def _check_is_no_branch(folder: Path) -> None:
+    """Raise UserError if a folder without checkpoints was to continue another run."""
+    origin, _, epoch = folder.name.rpartition("-from-epoch_")
+    if (
+        origin
+        and epoch.isdecimal()
+        and Path(folder.parent, origin, "checkpoints", f"epoch_{epoch}.json").exists()
+    ):
+        raise UserError(
+            f"{folder}: was to continue {origin} after epoch {int(epoch)}, and has saved nothing yet. Begin "
+            f"it again: resume_train=True run_name={origin} load_epoch={int(epoch)}, and its other keys"
+        )
 
 
 def keep_settings(folder: Path, config: Config, description: Description, start: str) -> None:

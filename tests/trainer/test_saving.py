@@ -548,6 +548,22 @@ def test_resuming_on_more_images_names_both_numbers(
     assert run.notes[0] == "the dataset has 1,200 training images now, 90 before"
 
 
+def test_a_branch_that_has_saved_nothing_does_not_start_from_scratch(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    keys = {"weights_dir": str(tmp_path), "run_name": "run", "n_epochs": 3, "resume_train": True}
+    for epoch in (1, 2):
+        record = [{"epoch": each + 1, "error_top1": 0.5} for each in range(epoch)]
+        state = State.now(epoch, 90, 90, 0.1, record, 1, make_config(**keys), "")
+        checkpoint.save(tmp_path / "run", {"weights/a": torch.zeros(3)}, state)
+    for _ in range(2):  # begun, killed, and begun again
+        run = open_run(make_config(**keys, load_epoch=1), 90)
+        run.lock.close()
+        assert run.folder == tmp_path / "run-from-epoch_0001" and run.start
+    message = "run-from-epoch_0001: was to continue run after epoch 1, and .* run_name=run load_epoch=1"
+    with pytest.raises(UserError, match=message):
+        open_run(make_config(**{**keys, "run_name": "run-from-epoch_0001"}), 90)
+
+
 def test_resuming_on_fewer_classes_names_both_numbers(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
