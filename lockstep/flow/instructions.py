@@ -22,7 +22,7 @@ View = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # size, stride, off
 # Operations whose threads write the same element in the order in which they come.
 _BY_INDEX = {
     *("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put", "put", "put_"),
-    *("index_copy", "index_copy_"),
+    *("index_copy", "index_copy_", "max_unpool2d", "max_unpool3d", "_unsafe_masked_index_put_accumulate"),
 }
 _SEEDING = threading.RLock()  # operations that can only use torch's own generator take turns
 

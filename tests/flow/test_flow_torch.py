@@ -649,3 +649,30 @@ def test_writes_by_index_have_the_same_bits_in_every_run() -> None:
         for _ in range(5):
             for value, own in zip([*found(flow.array), flow.array(program(added))], wanted, strict=True):
                 assert torch.equal(value.tensor(), own)
+
+
+def test_unpooling_has_the_same_bits_in_every_run() -> None:
+    """torch's deterministic mode refuses it, so one thread of torch gives what is wanted."""
+    torch.manual_seed(0)
+    values, places = torch.randn(1, 1, 16, 256, 256), torch.randint(1 << 16, (1, 1, 16, 256, 256))
+    flat = values.view(1, 1, 1024, 1024), places.view(1, 1, 1024, 1024)
+
+    def found(make: Callable[[torch.Tensor], Any]) -> list[Any]:
+        mask = torch.ones(1 << 20, dtype=torch.bool)
+        added = make(torch.zeros(1 << 20)), make(mask), [make(places.view(-1))], make(values.view(-1))
+        return [
+            F.max_unpool2d(*map(make, flat), 1, output_size=(1024, 1024)),
+            F.max_unpool3d(make(values), make(places), 1, output_size=(16, 256, 256)),
+            torch.ops.aten._unsafe_masked_index_put_accumulate(*added),
+        ]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        wanted = found(torch.clone)
+    finally:
+        torch.set_num_threads(threads)
+    with flow.device(flow.cpus(1, threads=4)[0]):
+        for _ in range(5):
+            for value, own in zip(found(flow.array), wanted, strict=True):
+                assert torch.equal(value.tensor(), own)
