@@ -158,7 +158,8 @@ class Engine:
         place = self.lane(self.devices[0] if device is None else device, lane)
         operation = self.operation(function, place, name or "operation")
         operation.line = placement.user_line()
-        return self.submit(operation, reads, writes, (), after)
+        # A worker links it later: copies, since the caller may change its lists meanwhile.
+        return self.submit(operation, tuple(reads), tuple(writes), (), tuple(after))
 
     def operation(self, function: Callable[[], Any], lane: Lane, name: str) -> Operation:
         """Return an operation that is not submitted yet."""

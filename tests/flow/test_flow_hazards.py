@@ -80,6 +80,21 @@ def test_explicit_predecessors(engine: flow.Engine) -> None:
     assert ran == ["first", "second"]
 
 
+def test_the_lists_of_a_push_may_be_changed_afterwards(engine: flow.Engine) -> None:
+    """A worker, which may begin later, reads what they were."""
+    x, ran = engine.variable(), []
+    for _ in range(50):
+        writes, reads, after = [x], [x], list[flow.Operation]()
+        engine.push(lambda: (time.sleep(1e-3), ran.append("writer")), [], writes)
+        writes.clear()
+        after.append(engine.push(lambda: ran.append("reader"), reads, device=engine.devices[1]))
+        reads.clear()
+        engine.push(lambda: ran.append("last"), after=after, device=engine.devices[2])
+        after.clear()
+        engine.wait_all()
+    assert ran == ["writer", "reader", "last"] * 50
+
+
 def test_finished_readers_are_forgotten(engine: flow.Engine) -> None:
     x = engine.variable()
     for _ in range(3000):
