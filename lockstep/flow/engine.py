@@ -302,12 +302,14 @@ class Engine:
         _OPEN.pop(id(self), None)
         return {operation for operation in pending if not operation.done}
 
+    def note(self, failure: Failure) -> None:
+        """Keep a failure for `wait_all`, unless it was reported. The caller holds GRAPH."""
+        if not failure.seen:
+            self._failures = [*(known for known in self._failures if not known.seen), failure]
+
     def finished(self, operation: Operation) -> None:
         """Note that an operation is done. The caller holds GRAPH."""
         self.pending.discard(operation)
-        failure = operation.failure
-        if failure is not None and failure.number == operation.number and not failure.seen:
-            self._failures = [*(known for known in self._failures if not known.seen), failure]
         if self._waiters and len(self.pending) in (0, self._resume_at):
             for waiter in list(self._waiters):
                 _release(waiter)

@@ -225,6 +225,8 @@ class Operation:
 
     def finish(self) -> list["Operation"]:
         """Mark it done, and return the operations that wait for it. The caller holds GRAPH."""
+        if self.failure is not None and self.failure.number == self.number:
+            self.engine.note(self.failure)  # first: a thread that sees it done looks for failures
         self.done, self.function = True, None
         if self.failure is not None:
             for after in self._needed_by:

@@ -293,6 +293,21 @@ def test_waiting_for_all_sees_an_operation_that_moves_from_the_queue_to_the_grap
     assert running.done
 
 
+def test_waiting_for_all_sees_a_failure_as_soon_as_nothing_is_pending(engine: flow.Engine) -> None:
+    """The worker is slow right after it has removed the failed operation from the pending ones."""
+
+    class Pending(set[flow.Operation]):
+        def discard(self, operation: flow.Operation) -> None:
+            super().discard(operation)
+            time.sleep(0.3)
+
+    engine.pending = Pending(engine.pending)
+    failing = engine.push(fail)
+    wait_until(lambda: failing.done and not engine.pending, "the failing operation")
+    with pytest.raises(flow.OperationError, match="spoon"):
+        engine.wait_all()
+
+
 def test_waiting_for_what_needs_the_waiting_operation_is_refused(engine: flow.Engine) -> None:
     """The function reads an array that it writes by its outer name, on the lane of another device."""
     first, second = engine.devices
