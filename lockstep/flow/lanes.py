@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -31,11 +31,13 @@ class _WorkerContext(threading.local):
 
     Attributes:
         lane: The lane that it works for, or None outside of workers.
+        running: The operation that it runs.
         drops: Whether it drops what an operation has kept, whose finalizers run then.
         start: The report of gc at the start of its newest garbage collection.
     """
 
     lane: "Lane | None" = None
+    running: "Operation | None" = None
     drops = False
     start: Any = None
 
@@ -50,7 +52,7 @@ gc.callbacks += [_phases.move_to_end, partial(setattr, _newest), partial(setattr
 def _in_finalizer() -> bool:
     """Return whether this thread is a worker that collects garbage, or drops what an operation has kept."""
     collects = list(_phases)[-1] == "start" and WORKER.start is _newest.start  # `list` is one step
-    return WORKER.lane is not None and (WORKER.drops or collects)
+    return WORKER.lane is not None and (WORKER.drops or collects or WORKER.running is None)
 
 
 class OperationError(RuntimeError):
@@ -150,25 +152,28 @@ class Operation:
         same = lane is not None and lane.device is self.lane.device
         if not same:
             graph.check_may_wait(_in_finalizer())
-        if lane is not None and (same or self._needs_one_of(lane)):
+        if lane is None:
+            self._block()
+            return
+        running = WORKER.running
+        if same or running is None or _is_stuck(running, self):
             raise UserError(
                 f"an operation on {lane.device.name} waits for {self.name} on "
                 f"{'the same device' if same else self.lane.device.name}, which may be behind it: "
                 "wait outside, or hand the value over as one of the operation's inputs"
             )
+        try:
+            self._block()
+        finally:
+            del _WAITS[running]
+
+    def _block(self) -> None:
         mine = threading.Lock()
         mine.acquire()
         self._waiters.append(mine)  # before it reads `done`; `finish` sets `done` before it reads the waiters
         while not self.done:
             graph.wake_all()
             mine.acquire(timeout=POLL_SECONDS)  # a signal's handler runs after it, and may raise
-
-    def _needs_one_of(self, lane: "Lane") -> bool:
-        """Return whether it waits for the lane's operations, which its only worker, the caller, can't run."""
-        if lane.n_workers > 1:
-            return False
-        with GRAPH:  # the loops are in a function: in Python 3.13 an interrupt can skip the end of a `with`
-            return self in _needing(lane)
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Make it wait for those of the given operations that are not done. The caller holds GRAPH."""
@@ -250,6 +255,7 @@ class Operation:
         if record is not None:
             record.start = perf_counter()
         device = self.lane.device
+        WORKER.running = self
         try:
             if self.lane.error is not None:
                 raise self.lane.error
@@ -261,7 +267,7 @@ class Operation:
                 self.lane.last_events[threading.get_ident()] = self.event
         except BaseException as error:
             self.fail(error)
-        WORKER.drops = True
+        WORKER.running, WORKER.drops = None, True
         function = None  # a frame that an error refers to would keep it
         WORKER.drops = False
         if record is not None:
@@ -312,16 +318,36 @@ def awaits(operation: Operation, before: Operation) -> bool:
     return before.lane is not operation.lane or before.lane.n_workers > 1
 
 
-def _needing(lane: "Lane") -> set[Operation]:
-    """Return a lane's pending operations, and all that wait for one of them. The caller holds GRAPH."""
+_WAITS: dict[Operation, Operation] = {}  # by an operation that runs: the one for which its worker waits
+
+
+def _is_stuck(running: Operation, awaited: Operation) -> bool:
+    """Let a worker, which runs an operation, begin to wait for another one, unless that waits for it."""
+    with GRAPH:  # the loops are in a function: in Python 3.13 an interrupt can skip the end of a `with`
+        _WAITS[running] = awaited
+        stuck = awaited in _behind(running)
+        if stuck:
+            del _WAITS[running]
+        return stuck
+
+
+def _behind(running: Operation) -> set[Operation]:
+    """Return what can't be done before an operation that runs. The caller holds GRAPH.
+
+    These are the operations that wait for it, those whose workers wait for one of these, and the others of
+    a lane whose workers all wait.
+    """
     graph.link_submitted()
-    seen = set[Operation]()
-    found = [own for own in list(lane.engine.pending) if own.lane is lane]
+    n_waiting, seen, found = Counter(each.lane for each in _WAITS), set[Operation](), [running]
     while found:
         before = found.pop()
-        if before not in seen:
-            seen.add(before)
-            found += before._needed_by + before._followed_by
+        if before in seen:
+            continue
+        seen.add(before)
+        found += before._needed_by + before._followed_by
+        found += [waiting for waiting, awaited in _WAITS.items() if awaited is before]
+        if before in _WAITS and n_waiting[before.lane] == before.lane.n_workers:
+            found += [own for own in list(before.lane.engine.pending) if own.lane is before.lane]
     return seen
 
 

@@ -331,6 +331,38 @@ def test_waiting_for_what_needs_the_waiting_operation_is_refused(engine: flow.En
     assert engine.push(lambda: engine.push(lambda: 7, device=second).wait(), device=first).wait() == 7
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_operations_whose_workers_wait_for_each_others_lanes_are_refused(workers: int) -> None:
+    """Each waits for an operation that is not ready yet, and then would be behind the other one."""
+    devices = flow.cpus(2, threads=1, workers=workers)
+    with flow.Engine(devices) as engine:
+        go, slow = threading.Event(), engine.variable()
+        engine.push(go.wait, writes=[slow], lane="call")
+        ready = [engine.push(lambda n=n: n, reads=[slow], device=devices[n]) for n in range(2)]
+        crossing = [
+            engine.push(ready[1 - n].wait, device=devices[n]) for n in range(2) for _ in range(workers)
+        ]
+        wait_until(lambda: any(each.done for each in crossing), "the refusal")
+        go.set()
+        for each in crossing:
+            wait_for_done(each)
+        (failure,) = [each.failure for each in crossing if each.failure is not None]
+        assert "which may be behind it" in failure.text
+        failure.seen = True
+        x = engine.variable()
+        waiting = engine.push(
+            lambda: engine.push(int, reads=[x], device=devices[1]).wait(), writes=[x], device=devices[0]
+        )
+        wait_for_done(waiting)
+        with pytest.raises(flow.OperationError, match="which may be behind it"):
+            waiting.wait()
+
+
+def wait_for_done(operation: flow.Operation) -> None:
+    """Check that an operation ends."""
+    wait_until(lambda: operation.done, "an operation", 20)
+
+
 def test_waiting_inside_an_operation_of_the_same_device_is_refused(engine: flow.Engine) -> None:
     first, second = engine.devices
     never = threading.Event()
