@@ -91,7 +91,6 @@ class Array(torch.Tensor):
             raise UserError("the data of an array is an array: flow.array makes one of a tensor")
         placement.note_place(self)
         private.set_data(self, value)
-        vars(self)["memory"] = value.memory
 
     def wait(self) -> "Array":
         """Block until the value is computed, and return the array.

@@ -298,9 +298,14 @@ def numpy_result(array: torch.Tensor, result: Any, *_: Any) -> torch.Tensor:
     return torch.Tensor.__array_wrap__(array, result)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Do `tensor.data = value` on a subclass that overrides `data`."""
-    getattr(torch._C.TensorBase, "data").__set__(tensor, value)  # noqa: B009
+def set_data(tensor: torch.Tensor, value: Any) -> None:
+    """Do `tensor.data = value` on a subclass that overrides `data`, and give it the value's memory.
+
+    It is one step: after an interrupt in between, the tensor would have another memory's shape and dtype.
+    """
+    data: Any = getattr(torch._C.TensorBase, "data")  # noqa: B009
+    memory = functools.partial(vars(tensor).__setitem__, "memory", value.memory)
+    plainly(deque, map(operator.call, [functools.partial(data.__set__, tensor, value), memory]), 0)
 
 
 def is_traced() -> bool:

@@ -370,6 +370,21 @@ def test_an_interrupt_makes_all_tensors_of_a_module_arrays_or_none() -> None:
         assert isinstance(made[-2].weight, flow.Array)
 
 
+def test_an_interrupt_gives_an_array_all_of_another_memory_or_nothing() -> None:
+    with flow.Engine(flow.cpus(1)) as engine, flow.device(engine.devices[0]):
+        values = flow.array(torch.ones(4)), flow.array(torch.ones(6, dtype=torch.float64))
+        x = flow.array(torch.ones(4))
+
+        def work() -> None:
+            assert x.memory.cell.layout == (x.size(), x.stride(), x.dtype)
+            for value in values:
+                x.data = value
+
+        interrupted(work, 300, 1e-4)
+        work()
+        assert x.tolist() == [1.0] * 6
+
+
 def test_an_interrupted_change_of_hyperparameters_reaches_all_devices_or_none() -> None:
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).mean()
