@@ -459,7 +459,10 @@ def _run_now(step: Instruction, operands: Operands, inputs: list[Array], written
     if written:
         step.function = partial(keeping_sizes, step.function)
     returned = run(step, [a.memory for a in inputs], [a.memory for a in written]).take()
-    return private.tree_map(partial(_with_value, step), returned)
+    leaves, structure = private.tree_flatten(returned)
+    made, alone = [_with_value(step, leaf) for leaf in leaves], isinstance(returned, torch.Tensor)
+    assert step.kind is not None
+    return _returned(step.kind, operands, None if alone else structure, made)
 
 
 def _with_value(step: Instruction, value: Any) -> Any:

@@ -316,6 +316,21 @@ def _(x: torch.Tensor, times: float) -> torch.Tensor:
     return x.repeat(int(times))
 
 
+def test_a_custom_operation_in_place_returns_its_argument(devices: list[Cpu]) -> None:
+    """torch can't predict the results of one without a fake, so it runs at once."""
+    library = torch.library.Library("lockstep_tests", "FRAGMENT")
+    library.define("grown_(Tensor(a!) x) -> Tensor(a!)")
+    library.define("both_(Tensor(a!) x, Tensor y) -> (Tensor(a!), Tensor)")
+    library.impl("grown_", lambda x: x.add_(1), "CPU")
+    library.impl("both_", lambda x, y: (x.add_(1), x + y), "CPU")
+    x = flow.zeros((4,))
+    assert torch.ops.lockstep_tests.grown_(x) is x
+    same, other = torch.ops.lockstep_tests.both_(x, x)
+    assert same is x and other is not x
+    other.add_(1)
+    assert [x.tolist(), other.tolist()] == [[2] * 4, [5] * 4]
+
+
 def test_random_numbers_are_those_of_the_seed(devices: list[Cpu]) -> None:
     """They depend on torch.manual_seed, not on the order of execution or on devices."""
     layer = nn.Dropout(0.5)
