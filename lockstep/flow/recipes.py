@@ -97,6 +97,8 @@ _REFUSED = {
         "torch.sparse.mm with a reduction takes no arrays; use array.tensor() outside of `with flow.device`"
     ),
 }
+# torch says that it draws random numbers, but it refuses dropout.
+_NOT_RANDOM = {"aten::_scaled_dot_product_flash_attention_for_cpu"}
 # Views by a bit that says that values are to be conjugated or negated become copies. Zeros without memory,
 # which forward-mode differentiation makes, get memory. torch predicts wrong shapes for embedding bags without
 # gradients; those with gradients have the same values.
@@ -158,7 +160,7 @@ def traits_of(function: Any) -> OperationTraits:
     # A view of a list's parts, or of one tensor: what is returned shares memory with what was given
     shared = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     changes_shape = torch.Tag.inplace_view in function.tags and schema.name != "aten::detach_"
-    random = torch.Tag.nondeterministic_seeded in function.tags
+    random = torch.Tag.nondeterministic_seeded in function.tags and schema.name not in _NOT_RANDOM
     key = "CompositeImplicitAutograd"
     return OperationTraits(
         name=schema.name.removeprefix("aten::"),

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -372,6 +373,24 @@ def test_a_trace_that_would_take_an_array_for_a_constant_is_refused(device: Cpu)
     assert torch.func.linearize(torch.sin, x)[1](x).allclose(x.cos())
     with pytest.raises(UserError, match=r"would take an array for a constant: give it array.tensor\(\)"):
         torch.func.linearize(torch.sin, flow.array(x))
+
+
+def test_attention_leaves_ordinary_random_numbers_alone() -> None:
+    """torch marks its kernel as random: a worker that ran it had the generator, which threads share."""
+    torch.manual_seed(3)
+    wanted = [torch.rand(()).item() for _ in range(40)]
+    with flow.Engine(flow.cpus(1, threads=1)) as engine:
+        x = flow.array(torch.randn(4, 8, 256, 64))
+        x.wait()
+        torch.manual_seed(3)
+        with flow.device(engine.devices[0]):
+            for _ in range(8):
+                x = F.scaled_dot_product_attention(x, x, x)
+        drawn = []
+        for _ in range(40):
+            drawn.append(torch.rand(()).item())
+            time.sleep(2e-3)
+        assert drawn == wanted
 
 
 def test_attention_that_needs_no_weights(device: Cpu) -> None:
