@@ -107,6 +107,7 @@ def arrays(module: _Module) -> _Module:
     device = placement.current_device()
     made = {id(tensor): _array_of(name, tensor, device) for name, tensor in tensors}
     assignments = _assignments(module, made, set())
+    assignments += [_record(name, t, made[id(t)]) for name, t in tensors if isinstance(t, nn.Parameter)]
     for part in module.modules():
         owners: Any = part._parameters, part._buffers  # not dictionaries of Python if the module is scripted
         for own in owners:
@@ -183,18 +184,18 @@ def _array_of(name: str, tensor: torch.Tensor, device: Device) -> Array:
     made = _copied(tensor, device, name)
     vars(made).update(private.marks(tensor))  # such as `bias.no_decay = True`
     if isinstance(tensor, nn.Parameter):
-        _replace(name, tensor, made)
+        private.as_parameter(made.requires_grad_(tensor.requires_grad))
+        made.grad = None if tensor.grad is None else array(tensor.grad)
     return made
 
 
-def _replace(name: str, parameter: nn.Parameter, made: Array) -> None:
-    """Make an array a parameter like the given one, and remember that it takes its place."""
-    private.as_parameter(made.requires_grad_(parameter.requires_grad))
-    made.grad = None if parameter.grad is None else array(parameter.grad)
+def _record(name: str, parameter: nn.Parameter, made: Array) -> Callable[[], Any]:
+    """Return what remembers that an array takes a parameter's place."""
     gone: Any = functools.partial(placement.replaced.pop, id(parameter))
     _watch_optimizers()
     known, lazy = weakref.ref(parameter, gone), weakref.ref(made)
-    placement.replaced[id(parameter)] = placement.Replaced(name, known, lazy, _fingerprint(parameter))
+    record = placement.Replaced(name, known, lazy, _fingerprint(parameter))
+    return functools.partial(placement.replaced.__setitem__, id(parameter), record)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
