@@ -138,13 +138,14 @@ class Trace:
         return {o.number: Task(o.lane, o.seconds, o.waited_for) for o in self.pushed if o.stop}
 
     def _chrome(self) -> str:
-        lanes = dict.fromkeys(o.lane for o in self.operations)
+        operations = self.operations  # once: more may end meanwhile, on other lanes
+        lanes = dict.fromkeys(o.lane for o in operations)
         rows = {lane: Row(0, number) for number, lane in enumerate(lanes)}
         trace = ChromeTrace()
         for lane, row in rows.items():
             trace.name(row, lane, "thread")
-        by_number = {o.number: o for o in self.operations}
-        for o in self.operations:
+        by_number = {o.number: o for o in operations}
+        for o in operations:
             shown = {"number": o.number, "line": o.line, "waited for": o.waited_for}
             trace.span(rows[o.lane], o.name, o.phase, o.start * 1e6, o.seconds * 1e6, **shown)
             for before in (by_number[n] for n in o.waited_for if n in by_number):
