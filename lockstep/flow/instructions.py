@@ -391,7 +391,9 @@ def copy_on(device: Device, source: Storage, program: Any) -> Storage:
     copies, version = (source.copies, source.version) if program is None else program.copies_of(source)
     key = device.memory, in_dry_run()  # a dry run's copy gets no value
     known = copies.get(key)
-    if known is None or known[0] != version:
+    copying = None if known is None else known[1].writer
+    has_failed = copying is not None and copying.failure is not None  # such as for lack of memory
+    if known is None or known[0] != version or has_failed:
         target = Storage(device, source.cell.layout, source.name, program)
         step = Instruction("copy", partial(_move, source.device, device), device, "communication")
         (run if program is None else program.add)(step.on_inputs([None], "copy"), [source], [], [target])

@@ -293,6 +293,30 @@ def test_waiting_for_all_sees_an_operation_that_moves_from_the_queue_to_the_grap
     assert running.done
 
 
+def test_a_copy_that_failed_is_made_again() -> None:
+    """A device that had no memory for it may have some later."""
+
+    class Full(Cpu):
+        memory = "full"
+        is_full = True
+
+        def put(self, value: torch.Tensor) -> torch.Tensor:
+            if self.is_full:
+                raise torch.OutOfMemoryError("out of memory")
+            return value.clone()
+
+    (near,) = flow.cpus(1, threads=1)
+    full = Full("full", near.cores, 1)
+    with flow.Engine([near, full]):
+        x = flow.ones(3)
+        with flow.device(full):
+            failing = x * 2
+            with pytest.raises(flow.OperationError, match=r"copy on full.*OutOfMemoryError"):
+                failing.wait()
+            full.is_full = False
+            assert (x * 2).tolist() == [2, 2, 2]
+
+
 def test_waiting_for_all_sees_a_failure_as_soon_as_nothing_is_pending(engine: flow.Engine) -> None:
     """The worker is slow right after it has removed the failed operation from the pending ones."""
 
