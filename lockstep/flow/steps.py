@@ -3,7 +3,7 @@
 import _thread
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -224,9 +224,11 @@ class StepRecorder:
 
         Raises:
             UserError: A function writes a parameter that the devices share. Embeddings with max_norm may:
-                they write a row once, however often they are called.
+                they write a row once, however often they are called. Or it has made what no device merges.
         """
         first, written = self._replicas[shares[0].device].parameters, placement.CONTEXT.program.written()
+        for share in shares:
+            _check_made(self._replicas[share.device], written, what)
         names = [name for name, parameter in first.items() if id(parameter.memory) in written]
         for name in names:
             memories = {id(replica.parameters[name].memory) for replica in self._replicas}
@@ -353,6 +355,29 @@ def named(returned: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise UserError(f"the loss's results have the name {name!r}, which is no text: rename it")
     return results
+
+
+def _check_made(replica: ModelReplica, written: Container[int], what: str) -> None:
+    """Raise UserError if the function has made a parameter, or a buffer that it also writes.
+
+    Nothing merges these, and what the first call of the function wrote into them was not restored. Tables
+    that it makes and only reads are harmless.
+    """
+    own = replica.variables().values()
+    known, memories = {id(array) for array in own}, {id(array.memory) for array in own}
+    for name, parameter in replica.model.named_parameters():
+        if id(parameter) not in known:
+            raise UserError(
+                f"the {what} made the parameter {name}, which no optimizer updates: make it in the model's "
+                "__init__, or call your model once before you make the executor"
+            )
+    for name, buffer in replica.model.named_buffers():
+        memory = id(buffer.memory) if isinstance(buffer, Array) else None
+        if memory in written and memory not in memories:
+            raise UserError(
+                f"the {what} made the buffer {name} and writes it, so what its first call wrote would stay: "
+                "make it in the model's __init__, or call your model once before you make the executor"
+            )
 
 
 def _check_same(gradients: Gradients) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -1463,6 +1464,44 @@ def test_dropout_that_an_evaluation_switches_on_is_refused() -> None:
         pytest.raises(UserError, match=r"outside of a training step.*call F\.dropout there"),
     ):
         made.evaluate(sampled, {"x": batch(4)["x"]}, ["scores"])
+
+
+class Lazy(nn.Module):
+    """Makes a table, a buffer or a layer in its first forward pass."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner, self.layer = kind, network(), None
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.mean is None:
+            self.mean = torch.zeros(6, dtype=torch.float64)
+            self.layer = nn.Linear(6, 6).double() if self.kind == "layer" else None
+        if self.kind == "written":
+            self.mean.lerp_(x.detach().mean(0), 0.25)
+        return self.inner((self.layer(x) if self.layer else x) - self.mean)
+
+
+@pytest.mark.parametrize(
+    "kind, message", [("written", "made the buffer mean and writes"), ("layer", "made the parameter layer.w")]
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_first_call_makes_and_nothing_merges_is_refused(kind: str, message: str, n: int) -> None:
+    with executor(n, Lazy(kind)) as trainer:
+        for use in (partial(trainer.evaluate, loss), trainer.run, trainer.run):
+            with pytest.raises(UserError, match=message):
+                use(batch(8))
+    called = Lazy(kind)
+    called(batch(8)["x"])
+    with executor(n, called) as trainer:  # as the message says
+        trainer.run(batch(8))
+        assert trainer.replica(0).keys() == dict(called.state_dict()).keys()
+
+
+def test_a_table_that_a_first_call_makes_is_only_read() -> None:
+    with executor(2, Lazy("table")) as trainer, executor(1) as plain:
+        torch.testing.assert_close(trainer.run(batch(2))["loss"], plain.run(batch(2))["loss"])
 
 
 @pytest.mark.parametrize("data", [False, True])
