@@ -185,7 +185,7 @@ class ParallelExecutor:
             n = len(self.devices)
             raise UserError(f"replica {number}: there are 0 to {n - 1}, the numbers of the devices")
         self._wait_restored()
-        return {name: array.tensor() for name, array in self._replicas[number].variables().items()}
+        return self._replicas[number].copies()
 
     def memory(self) -> dict[str, int]:
         """Return bytes of 'parameters' and 'optimizer' state on all devices; shared memory counts once."""
@@ -214,7 +214,8 @@ class ParallelExecutor:
         Raises:
             UserError: The state does not fit.
         """
-        _check_state(state, self._replicas[0].state())
+        for replica in self._replicas:  # a buffer that the loss replaces can have a shape on each device
+            _check_state(state, replica.state())
         with private.inference_mode(False):  # what a run writes must not become inference tensors
             self._restore(state)
 

@@ -59,6 +59,12 @@ class ModelReplica:
         with private.without_modes():
             return {name: _saved(value, memo) for name, value in self.state().items()}
 
+    def copies(self) -> dict[str, Any]:
+        """Return copies of parameters and buffers by name, also of buffers that the loss has made."""
+        present = [*self.model.named_parameters(), *self.model.named_buffers()]
+        with private.without_modes():
+            return {name: _saved(value, {}) for name, value in present}
+
     def load(self, given: Mapping[str, Any]) -> None:
         """Restore what `saved` returned."""
         state = self.state()

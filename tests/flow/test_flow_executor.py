@@ -1502,6 +1502,30 @@ def test_what_a_first_call_makes_and_nothing_merges_is_refused(kind: str, messag
 def test_a_table_that_a_first_call_makes_is_only_read() -> None:
     with executor(2, Lazy("table")) as trainer, executor(1) as plain:
         torch.testing.assert_close(trainer.run(batch(2))["loss"], plain.run(batch(2))["loss"])
+        assert torch.equal(trainer.replica(1)["mean"], torch.zeros(6, dtype=torch.float64))
+
+
+class Growing(nn.Module):
+    """Keeps a table for the longest batch that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("table", torch.zeros(0, 1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if len(self.table) < len(x):
+            self.table = torch.zeros(len(x), 1, dtype=torch.float64)
+        return self.inner(x + self.table[: len(x)])
+
+
+def test_a_state_that_does_not_fit_one_device_is_refused_before_any_is_changed() -> None:
+    with executor(2, Growing()) as trainer:
+        trainer.run(batch(3))
+        assert [len(trainer.replica(number)["table"]) for number in (0, 1)] == [2, 1]
+        with pytest.raises(UserError, match=r"table is \(1, 1\) in the model, \(2, 1\) in the state"):
+            trainer.load_state_dict(trainer.state_dict())
+        trainer.run(batch(3))
 
 
 @pytest.mark.parametrize("data", [False, True])
