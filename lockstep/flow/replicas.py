@@ -31,6 +31,8 @@ class ModelReplica:
 
     Attributes:
         restored: Locked while the changes of a call are being undone.
+        first_writes: Names of what the call before the last capture has written.
+        undone: Names of what only such a call has written, so that no program has these values.
     """
 
     device: Device
@@ -39,6 +41,8 @@ class ModelReplica:
     parameters: dict[str, Any] = field(init=False)
     buffers: dict[str, Any] = field(init=False)
     restored: threading.Lock = field(init=False, default_factory=threading.Lock)
+    first_writes: set[str] = field(init=False, default_factory=set)
+    undone: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self.parameters = dict(self.model.named_parameters())

@@ -229,6 +229,7 @@ class StepRecorder:
         first, written = self._replicas[shares[0].device].parameters, placement.CONTEXT.program.written()
         for share in shares:
             _check_made(self._replicas[share.device], written, what)
+            _check_undone(self._replicas[share.device], written, what)
         names = [name for name, parameter in first.items() if id(parameter.memory) in written]
         for name in names:
             memories = {id(replica.parameters[name].memory) for replica in self._replicas}
@@ -323,8 +324,11 @@ def _update(
 def _call_once(replica: ModelReplica, function: Losses, batch: Sequence[Array]) -> None:
     """Call a function of model and batch, and restore what it changes: the capture calls it again."""
     restoring = _restoring(replica)
+    before = {name: array.memory.version for name, array in replica.variables().items()}
     with restoring:  # after an error, too: replicas must not differ
         function(replica.model, *(array.clone() for array in batch))
+        now = replica.variables()
+        replica.first_writes = {name for name in now if now[name].memory.version != before[name]}
     restoring.check()
 
 
@@ -378,6 +382,17 @@ def _check_made(replica: ModelReplica, written: Container[int], what: str) -> No
                 f"the {what} made the buffer {name} and writes it, so what its first call wrote would stay: "
                 "make it in the model's __init__, or call your model once before you make the executor"
             )
+
+
+def _check_undone(replica: ModelReplica, written: Container[int], what: str) -> None:
+    """Raise UserError if only the first call of the function has written some of the model's values."""
+    own = replica.variables()
+    replica.undone |= {name for name in replica.first_writes if id(own[name].memory) not in written}
+    if replica.undone:
+        raise UserError(
+            f"the {what} writes {', '.join(sorted(replica.undone))} in its first call only, which a capture "
+            "undoes: call your model once before you make the executor, or write it in the model's __init__"
+        )
 
 
 def _check_same(gradients: Gradients) -> None:

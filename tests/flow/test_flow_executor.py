@@ -1505,6 +1505,35 @@ def test_a_table_that_a_first_call_makes_is_only_read() -> None:
         assert torch.equal(trainer.replica(1)["mean"], torch.zeros(6, dtype=torch.float64))
 
 
+class Initialized(nn.Module):
+    """Fills a buffer, or sets a parameter by its first batch, in the first forward pass only."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what, self.ready = network(), what, False
+        self.register_buffer("table", torch.zeros(6, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.ready:
+            self.ready = True
+            getattr(self, self.what).data.copy_(x.detach().mean(0))
+        return self.inner(x + self.table - self.shift)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("what", ["table", "shift"])
+def test_what_only_a_first_call_writes_is_refused(what: str, n: int) -> None:
+    with executor(n, Initialized(what)) as trainer:
+        for use in (partial(trainer.evaluate, loss), trainer.run, trainer.run):
+            with pytest.raises(UserError, match=f"the (loss|function) writes {what} in its first call only"):
+                use(batch(8))
+    called = Initialized(what)
+    expected = loss(called, **batch(8))[0]
+    with executor(n, called) as trainer:  # as the message says
+        torch.testing.assert_close(trainer.run(batch(8))["loss"], expected.detach())
+
+
 class Growing(nn.Module):
     """Keeps a table for the longest batch that it has seen."""
 
