@@ -111,8 +111,13 @@ def make_replicas(model: nn.Module, devices: Sequence[Device], share_weights: bo
                 pairs = zip(replicas[0].parameters.values(), other.parameters.values(), strict=True)
                 memo = {id(first): _shared(own) for first, own in pairs}
                 break
-        with on_device(device):
+        with placement.CurrentDevice(device):  # the model's ordinary tensors stay so, as in the first copy
             copied = _copy(replicas[0].model, memo)
+        if any(isinstance(each, torch.Generator) for each in memo.values()):
+            raise UserError(
+                "model can't be copied to the devices: it has a torch.Generator, whose copies would draw "
+                "the same numbers. Let it draw from torch's own, or use one device"
+            )
         _copy_marks(replicas[0].model.parameters(), copied)
         found = [each for each in copied.modules() if isinstance(each, dropout.SampleDropout)]
         replicas.append(ModelReplica(device, copied, found))

@@ -1771,3 +1771,32 @@ def test_gradients_of_the_original_model_are_refused() -> None:
             executor.run({"x": torch.ones(4, 3)})
         executor = flow.ParallelExecutor(own, near_start, sgd, devices)
         assert executor.run({"x": torch.ones(4, 3)})["loss"].item() == 0
+
+
+class Averaging(nn.Module):
+    """It subtracts a moving average, which no state has, and scales by the numbers of an ordinary tensor."""
+
+    def __init__(self, is_late: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.is_late = nn.Embedding(5, 3), is_late
+        self.register_buffer("centre", torch.zeros(0 if is_late else 3), persistent=False)
+        self.scales = torch.tensor([1.0, 2.0])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = self.embedding(rows) * sum(self.scales.tolist())
+        if self.is_late and not self.centre.numel():
+            self.centre = found.detach().mean(0)
+        with torch.no_grad():
+            self.centre.mul_(0.5).add_(found.mean(0))
+        return (found - self.centre).square().mean()
+
+
+def looked_up(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows)  # type: ignore[no-any-return]
+
+
+def test_ordinary_tensors_of_a_model_stay_so_on_all_devices() -> None:
+    """The loss may read their numbers."""
+    with executor(2, Averaging(), loss=looked_up) as made:
+        assert [type(replica.model.scales) for replica in made._replicas] == [torch.Tensor] * 2
+        made.run({"rows": torch.tensor([0, 1, 2])})
