@@ -28,7 +28,7 @@ from lockstep.flow.graph import check_not_ending
 from lockstep.flow.lanes import OperationError
 from lockstep.flow.merge import Bits, GradientMerger
 from lockstep.flow.program import CapturedProgram
-from lockstep.flow.replicas import Buckets, MakeOptimizer, make_replicas
+from lockstep.flow.replicas import Buckets, MakeOptimizer, load_all, make_replicas
 from lockstep.network import dropout
 
 Loss = torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -225,8 +225,7 @@ class ParallelExecutor:
         with private.without_modes():  # copies, which may be changed before a first run uses them
             parts = private.tree_map(_ordinary, (state["optimizer"], state["carried"]))
             optimizer, carried = copy.deepcopy(parts)
-        for replica in self._replicas:
-            replica.load(state["model"])
+        load_all(self._replicas, state["model"])
         self._merger.load_state(carried)
         if self._processes is not None:
             self._processes.forget_failure()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError, nearest
-from lockstep.flow import placement, private
+from lockstep.flow import graph, placement, private
 from lockstep.flow.arrays import Array
 from lockstep.flow.creation import arrays, check_tensors, tensors_of
 from lockstep.flow.creation import device as on_device
@@ -80,6 +80,27 @@ class ModelReplica:
         if extra:
             with private.without_modes():
                 self.model.load_state_dict(copy.deepcopy(extra), strict=False)
+
+
+def load_all(replicas: Sequence[ModelReplica], given: Mapping[str, Any]) -> None:
+    """Restore what `saved` returned on all devices.
+
+    Buffers that no state has, and that a failed run should have written, keep what is in the first device's
+    memory: as after an exception in eager torch.
+    """
+    saved = {id(value) for value in replicas[0].state().values()}
+    for name, first in replicas[0].buffers.items():
+        if id(first) in saved:
+            continue
+        own = [replica.buffers[name] for replica in replicas]
+        writers = [writer for each in own if (writer := graph.writer_of(each.memory)) is not None]
+        for writer in writers:
+            writer.wait_done()
+        if any(writer.failure is not None for writer in writers):
+            for each in own:
+                each.copy_(first.memory.cell.value)
+    for replica in replicas:
+        replica.load(given)
 
 
 def _saved(value: Any, memo: dict[int, Any]) -> Any:

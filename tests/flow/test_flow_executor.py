@@ -1795,6 +1795,20 @@ def looked_up(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return model(rows)  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_training_goes_on_after_a_failure_of_a_buffer_that_no_state_has(n: int) -> None:
+    rows = torch.tensor([0, 1, 2, 3, 4, 0])
+    with executor(n, Averaging(), loss=looked_up) as made:
+        made.run({"rows": rows})
+        state = made.state_dict()
+        with pytest.raises(flow.OperationError, match="index out of range"):
+            made.run({"rows": rows + 1})
+        made.load_state_dict(state)
+        assert_same(made.replica(0), made.replica(n - 1))
+        made.run({"rows": rows})
+        assert_same(made.replica(0), made.replica(n - 1))
+
+
 def test_ordinary_tensors_of_a_model_stay_so_on_all_devices() -> None:
     """The loss may read their numbers."""
     with executor(2, Averaging(), loss=looked_up) as made:
