@@ -204,7 +204,8 @@ class BucketOptimizer:
             UserError: The optimizer has state of no parameter, which other buckets could not take over.
         """
         found, names = self.optimizer.state_dict(), self._names_by_number()
-        other = [key for key in found["state"] if key not in range(len(names))]
+        other = [key for key in found if key not in ("state", "param_groups")]
+        other += [key for key in found.get("state", ()) if key not in range(len(names))]
         if other:
             raise UserError(
                 f"optimizer: {type(self.optimizer).__name__} keeps state of no parameter ({other[0]!r}), "

@@ -1679,6 +1679,20 @@ def test_state_of_no_parameter_is_not_lost_without_a_word() -> None:
             made.state_dict()
 
 
+def test_an_optimizer_whose_state_dict_has_other_parts_is_refused() -> None:
+    """A resumed executor's optimizers would not get them."""
+
+    class Slow(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"fast": super().state_dict(), "steps": 1}
+
+    with (
+        pytest.raises(UserError, match=r"Slow keeps state of no parameter \('fast'\), which can't be saved"),
+        executor(2, optimizer=lambda parameters: Slow(parameters, 0.1)),
+    ):
+        pass
+
+
 class Shampoo(torch.optim.Optimizer):
     """Keeps tensors and numbers in lists, and changes both in place."""
 
