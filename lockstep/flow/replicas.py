@@ -53,9 +53,14 @@ class ModelReplica:
         return {**self.parameters, **self.buffers}
 
     def state(self) -> dict[str, Any]:
-        """Return the module's state_dict: persistent arrays, tied ones by every name, and extra state."""
+        """Return the module's state_dict: persistent arrays, tied ones by every name, and extra state.
+
+        A step that was refused may have put arrays without values in the places of buffers.
+        """
         with private.without_modes():  # tensors that get_extra_state makes are ordinary ones
-            return dict(self.model.state_dict(keep_vars=True))
+            found = dict(self.model.state_dict(keep_vars=True))
+        lost = [name for name, v in found.items() if isinstance(v, Array) and v.memory.program is not None]
+        return found | {name: self.buffers[name] for name in lost if name in self.buffers}
 
     def saved(self) -> dict[str, Any]:
         """Return copies of `state`, one for all names of an array."""

@@ -1828,3 +1828,27 @@ def test_ordinary_tensors_of_a_model_stay_so_on_all_devices() -> None:
     with executor(2, Averaging(), loss=looked_up) as made:
         assert [type(replica.model.scales) for replica in made._replicas] == [torch.Tensor] * 2
         made.run({"rows": torch.tensor([0, 1, 2])})
+
+
+def test_weights_can_be_saved_after_a_step_that_was_refused() -> None:
+    """It has put an array without a value in the place of a buffer."""
+
+    class Replacing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3, dtype=torch.float64)
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 3:
+                self.n = self.n + 1
+            return super().forward(x)
+
+    with executor(2, Replacing()) as made:
+        made.run(batch(4))
+        before = made.state_dict()["model"]
+        with pytest.raises(UserError, match="kept by something outside of the step"):
+            made.run(batch(8))
+        assert_same(made.state_dict()["model"], before)
+        made.load_state_dict(made.state_dict())
+        made.run(batch(4))
+        assert_same(made.replica(0), made.replica(1))
