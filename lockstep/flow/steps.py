@@ -226,11 +226,13 @@ class StepRecorder:
             UserError: A function writes a parameter that the devices share. Embeddings with max_norm may:
                 they write a row once, however often they are called. Or it has made what no device merges.
         """
-        first, written = self._replicas[shares[0].device].parameters, placement.CONTEXT.program.written()
+        written = placement.CONTEXT.program.written()
         for share in shares:
             _check_made(self._replicas[share.device], written, what)
             _check_undone(self._replicas[share.device], written, what)
-        names = [name for name, parameter in first.items() if id(parameter.memory) in written]
+        own = [self._replicas[share.device].parameters for share in shares]
+        first = own[0]  # a loss may write some on a device with more samples only
+        names = [name for name in first if any(id(each[name].memory) in written for each in own)]
         for name in names:
             memories = {id(replica.parameters[name].memory) for replica in self._replicas}
             if len(memories) < len(self._replicas) and name not in self._renormalized:

@@ -517,6 +517,19 @@ def test_a_parameter_that_the_loss_writes_counts_as_a_buffer() -> None:
         made.run(feed)
 
 
+def test_a_parameter_that_the_loss_writes_on_one_device_only_counts_as_a_buffer() -> None:
+    def seldom(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:  # the second device
+            with torch.no_grad():
+                model.centre.add_(1)
+        return (model.linear(x) - model.centre).square().mean()
+
+    with executor(2, Centred().double(), loss=seldom) as made:
+        made.run(batch(3))
+        assert_same(made.replica(0), made.replica(1))
+        torch.testing.assert_close(made.replica(0)["centre"], torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
 def test_embeddings_that_renormalise_their_rows_are_for_one_copy_of_the_weights() -> None:
     model = nn.Sequential(nn.Embedding(9, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3)).double()
     with executor(2, model, strategy="reduce") as made:
