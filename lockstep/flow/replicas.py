@@ -257,8 +257,8 @@ class BucketOptimizer:
         groups = self.optimizer.state_dict()["param_groups"]
         own = {n: state[name] for n, name in enumerate(self._names_by_number()) if name in state}
         for group in groups:
-            for number in group["params"][:1]:
-                saved = own[number]["hyperparameters"] if number in own else {}
+            known = [own[number]["hyperparameters"] for number in group["params"] if number in own]
+            for saved in known[:1]:  # a parameter that was frozen then has none
                 self._check_kind(group, saved)
                 group.update(saved)
         states = {n: _copied(each["state"]) for n, each in own.items() if each["state"]}

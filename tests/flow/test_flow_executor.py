@@ -268,6 +268,21 @@ def test_hyperparameters_that_no_run_has_used_yet_are_in_the_state() -> None:
         assert_same(made.replica(1), wanted)
 
 
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_hyperparameters_of_a_state_are_loaded_beside_parameters_that_were_frozen(frozen: int) -> None:
+    model = network()
+    model[frozen].requires_grad_(False)  # type: ignore[index]
+    with executor(1, model, bucket_mb=4) as made:
+        made.run(batch(4))
+        made.set_hyperparameters(lr=0.5)
+        state = made.state_dict()
+    with executor(2, bucket_mb=4) as made:
+        made.load_state_dict(state)
+        made.run(batch(4))
+        found = made.state_dict()["optimizer"]
+    assert len(found) == 6 and all(own["hyperparameters"]["lr"] == 0.5 for own in found.values())
+
+
 def test_an_optimizer_may_write_its_gradients() -> None:
     def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, 0.1, 0.9, nesterov=True, foreach=True)
