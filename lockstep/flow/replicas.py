@@ -53,14 +53,14 @@ class ModelReplica:
         return {**self.parameters, **self.buffers}
 
     def state(self) -> dict[str, Any]:
-        """Return the module's state_dict: persistent arrays, tied ones by every name, and extra state.
-
-        A step that was refused may have put arrays without values in the places of buffers.
-        """
+        """Return the module's state_dict: persistent arrays, tied ones by every name, and extra state."""
         with private.without_modes():  # tensors that get_extra_state makes are ordinary ones
-            found = dict(self.model.state_dict(keep_vars=True))
+            return self._with_values(self.model.state_dict(keep_vars=True))
+
+    def _with_values(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a module has by name, without what a refused step has put in the places of buffers."""
         lost = [name for name, v in found.items() if isinstance(v, Array) and v.memory.program is not None]
-        return found | {name: self.buffers[name] for name in lost if name in self.buffers}
+        return {**found, **{name: self.buffers[name] for name in lost if name in self.buffers}}
 
     def saved(self) -> dict[str, Any]:
         """Return copies of `state`, one for all names of an array."""
@@ -70,9 +70,9 @@ class ModelReplica:
 
     def copies(self) -> dict[str, Any]:
         """Return copies of parameters and buffers by name, also of buffers that the loss has made."""
-        present = [*self.model.named_parameters(), *self.model.named_buffers()]
+        present = self._with_values(dict([*self.model.named_parameters(), *self.model.named_buffers()]))
         with private.without_modes():
-            return {name: _saved(value, {}) for name, value in present}
+            return {name: _saved(value, {}) for name, value in present.items()}
 
     def load(self, given: Mapping[str, Any]) -> None:
         """Restore what `saved` returned."""

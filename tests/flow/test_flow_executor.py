@@ -1851,6 +1851,15 @@ def test_training_goes_on_after_a_failure_of_a_buffer_that_no_state_has(n: int) 
         assert_same(made.replica(0), made.replica(n - 1))
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_empty_buffer_that_a_step_fills_and_writes_is_refused(n: int) -> None:
+    with (
+        executor(n, Averaging(is_late=True), loss=looked_up) as made,
+        pytest.raises(UserError, match="the loss made the buffer centre and writes it"),
+    ):
+        made.run({"rows": torch.tensor([0, 1, 2])})
+
+
 def test_ordinary_tensors_of_a_model_stay_so_on_all_devices() -> None:
     """The loss may read their numbers."""
     with executor(2, Averaging(), loss=looked_up) as made:
