@@ -88,7 +88,7 @@ def _try_out(
     calls: dict[nn.Linear, list[tuple[int, torch.dtype]]] = {}
 
     def record(module: nn.Linear, inputs: Any, output: torch.Tensor) -> None:
-        calls.setdefault(module, []).append((output.numel() // output.shape[-1], output.dtype))
+        calls.setdefault(module, []).append((output.shape[:-1].numel(), output.dtype))
 
     dtype, training = next(model.parameters()).dtype, model.training
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -33,6 +33,8 @@ class Gradients:
         shift: Element of the arena at which `flat` begins.
         all_buckets: Consecutive spans of the arena, in the order in which backward completes them. One begins
             where the frozen weights end.
+        takes_products: Whether fully connected layers add to this block: in a step's backward pass only, and
+            not where a network computes gradients of its own in its forward pass.
         when_full: Called in backward with the number of each bucket that is complete, or None.
         filled: Parameters that have a gradient since the last `clear`.
     """
@@ -59,11 +61,14 @@ class Gradients:
             {value for value, (start, _) in spans.items() if first <= start < last}
             for first, last in self.all_buckets
         ]
+        self.takes_products = False
         self.when_full: Callable[[int], None] | None = None
         self.filled: set[nn.Parameter] = set()
         self._full: set[int] = set()  # numbers of buckets
         self._is_complete = False
         self._missing = [set(members) for members in self._members]  # of each bucket, in this backward pass
+        # A user's hook needs the gradient as autograd's.
+        self._in_place = {value for value in self.trained.values() if not has_hooks(value)}
         _write_in_place(model, self)
         for parameter in self.trained.values():
             hook = self._collect if parameter in self._views else self._refuse
@@ -80,6 +85,10 @@ class Gradients:
             assert self.factors
             return self.factors.gradient_of(span)
         return self.flat[span[0] - self.shift : span[1] - self.shift]
+
+    def has_place_for(self, weight: torch.Tensor) -> bool:
+        """Return whether a layer's weight is a trained parameter, not computed from one (pruning)."""
+        return weight in self._in_place
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add to the gradient of a parameter; the first since `clear` replaces the old one."""
@@ -108,6 +117,11 @@ class Gradients:
         """Start a backward pass of the step: each bucket must be completed again before it is reported."""
         self._missing = [set(members) for members in self._members]
         self._full.clear()
+        self.takes_products = True
+
+    def end_backward(self) -> None:
+        """End a backward pass."""
+        self.takes_products = False
 
     def complete(self) -> None:
         """Finish the step's backward passes: missing gradients become zeros, and buffers are copied in."""
@@ -175,13 +189,19 @@ def _buckets(parameters: list[Span], whole: Span, cut: int) -> list[Span]:
     return [*buckets, (whole[0], last)]
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks of a user change the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 class InPlaceLinear(Linear):
-    """A `Linear` whose weight's gradient goes to `gradients` in training, not to autograd."""
+    """A `Linear` whose weight's gradient goes to `gradients` in a step's backward pass, not to autograd."""
 
     gradients: Gradients
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+        in_place = torch.is_grad_enabled() and self.weight.requires_grad and x.dim() > 1
+        if not (in_place and self.gradients.has_place_for(self.weight)):
             return super().forward(x)
         y: torch.Tensor = _LinearFunction.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return y
@@ -202,11 +222,14 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *errors: torch.Tensor) -> Any:
         """Compute gradients in the precision of the forward products, which autocast may have lowered."""
         (x,), (error,) = ctx.saved_tensors, errors
-        rows, inputs = error.flatten(0, -2), x.to(error.dtype).flatten(0, -2)
-        ctx.gradients.add_product(ctx.weight, rows, inputs)
+        rows, inputs, to_weight = error.flatten(0, -2), x.to(error.dtype).flatten(0, -2), None
+        if ctx.gradients.takes_products:
+            ctx.gradients.add_product(ctx.weight, rows, inputs)
+        else:
+            to_weight = (rows.t() @ inputs).to(ctx.weight.dtype)
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
         to_x = (error @ ctx.operand.to(error.dtype)).to(x.dtype) if needs_x else None
-        return to_x, None, rows.sum(0) if needs_bias else None, None
+        return to_x, to_weight, rows.sum(0) if needs_bias else None, None
 
 
 def _write_in_place(model: nn.Module, gradients: Gradients) -> None:

@@ -264,6 +264,8 @@ class Replica(Program, CheckedGradients):
         if self._gradients:
             self._gradients.begin_backward()
         self._backward(total / mean_n_samples)
+        if self._gradients:
+            self._gradients.end_backward()
         if self._statistics:
             recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0
         recorder.add(loss_sum, logits, _main_labels(batch) if self._mixes else batch.labels)
