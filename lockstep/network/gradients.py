@@ -17,7 +17,7 @@ from lockstep.exchange import ALIGNMENT, Span
 from lockstep.memory import Block
 from lockstep.network.arena import Arena
 from lockstep.network.factors import Factors
-from lockstep.network.low_precision import Linear, operand
+from lockstep.network.low_precision import Linear, has_hooks, operand
 
 _BUCKET = 1 << 22  # least elements of a bucket: 16 MB of float32; not measured on GPUs
 
@@ -67,7 +67,6 @@ class Gradients:
         self._full: set[int] = set()  # numbers of buckets
         self._is_complete = False
         self._missing = [set(members) for members in self._members]  # of each bucket, in this backward pass
-        # A user's hook needs the gradient as autograd's.
         self._in_place = {value for value in self.trained.values() if not has_hooks(value)}
         _write_in_place(model, self)
         for parameter in self.trained.values():
@@ -187,11 +186,6 @@ def _buckets(parameters: list[Span], whole: Span, cut: int) -> list[Span]:
             buckets.append((first, last))
             last = first
     return [*buckets, (whole[0], last)]
-
-
-def has_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether hooks of a user change the gradient of a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class InPlaceLinear(Linear):

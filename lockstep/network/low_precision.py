@@ -64,6 +64,11 @@ def keeps_copies(config: Config, model: nn.Module) -> bool:
     return config.precision == "bf16" and not config.compile and is_float32
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether hooks of a user change the gradient of a parameter; they need it as autograd's."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 class OperandLayer:
     """A layer whose products take its weights from `operand`: convolutions and fully connected layers.
 
@@ -115,7 +120,11 @@ class LowPrecisionWeights:
         for module in model.modules():
             if isinstance(module, OperandLayer):
                 module.low_precision = self
-                own = [value for value in module.parameters(recurse=False) if uses[value] == 1]
+                own = [
+                    value
+                    for value in module.parameters(recurse=False)
+                    if uses[value] == 1 and not has_hooks(value)
+                ]
                 self._copies |= {value: views[f"copies/{names[value]}"] for value in own}
         self.stale, self.keeps_gradients, self.averaged = True, False, False
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}

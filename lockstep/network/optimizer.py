@@ -69,6 +69,8 @@ class Updater:
         for parameter in trained:
             if parameter.grad is None and parameter not in retained:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad is not None and parameter in retained:  # not only its layer uses it
+                parameter.grad.add_(retained.pop(parameter))
         if self._config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
         self.inner.step()

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_config
-from small_replicas import make_batch, recorder
+from small_replicas import TwoHeads, make_batch, make_replica, recorder, update
 
 from lockstep.comm.group import Group
 from lockstep.comm.messages import Order
@@ -22,6 +23,21 @@ from lockstep.sync import StepBarrier
 from lockstep.sync.factory import make_rule
 
 N_STEPS = 3
+
+
+class UsedTwice(TwoHeads):
+    """A network that uses a layer's weight outside of the layer, too, and changes a gradient by a hook."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        self.aux.weight.register_hook(lambda gradient: gradient / 2)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        x = torch.tanh(self.conv(images)).flatten(1)
+        logits = self.fc(x) + F.linear(x.roll(1, 1), self.fc.weight)
+        return (logits, self.aux(x)) if self.training else logits
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "averages, without momentum": {"use_momentum": False, "ema_decay": 0.5},
@@ -124,6 +140,22 @@ def test_a_lone_sgd_writes_the_copies_itself(shared_folder: Path) -> None:
         for name in names | {"unused.weight"}:
             copy, master = copies[f"weights/{name}"], arena.tensors[f"weights/{name}"]
             assert torch.equal(copy, master.bfloat16()), name
+
+
+def test_a_weight_that_more_than_its_layer_uses_takes_one_step(
+    shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its gradient one part is in bfloat16, of the layer, and one is autograd's."""
+    ends = []
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(low_precision, "keeps_copies", lambda config, model: False)
+        replica = make_replica(shared_folder, model="test_low_precision:UsedTwice", precision="bf16")
+        begin = replica.arena.flat.clone()
+        for number in range(2):
+            update(replica, number)
+        ends.append(replica.arena.flat - begin)
+    assert torch.allclose(*ends, rtol=0, atol=0.01 * float(ends[1].abs().max()))
 
 
 def test_with_trainers_on_other_hosts_alone_copies_are_made_from_the_mean(shared_folder: Path) -> None:
