@@ -33,8 +33,8 @@ class Gradients:
         shift: Element of the arena at which `flat` begins.
         all_buckets: Consecutive spans of the arena, in the order in which backward completes them. One begins
             where the frozen weights end.
-        takes_products: Whether fully connected layers add to this block: in a step's backward pass only, and
-            not where a network computes gradients of its own in its forward pass.
+        is_open: Whether gradients go to this block: in a step's backward pass, and not where a network
+            computes gradients of its own in its forward pass.
         when_full: Called in backward with the number of each bucket that is complete, or None.
         filled: Parameters that have a gradient since the last `clear`.
     """
@@ -61,7 +61,7 @@ class Gradients:
             {value for value, (start, _) in spans.items() if first <= start < last}
             for first, last in self.all_buckets
         ]
-        self.takes_products = False
+        self.is_open = False
         self.when_full: Callable[[int], None] | None = None
         self.filled: set[nn.Parameter] = set()
         self._full: set[int] = set()  # numbers of buckets
@@ -70,8 +70,7 @@ class Gradients:
         self._in_place = {value for value in self.trained.values() if not has_hooks(value)}
         _write_in_place(model, self)
         for parameter in self.trained.values():
-            hook = self._collect if parameter in self._views else self._refuse
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
 
     @property
     def buckets(self) -> list[Span]:
@@ -116,11 +115,8 @@ class Gradients:
         """Start a backward pass of the step: each bucket must be completed again before it is reported."""
         self._missing = [set(members) for members in self._members]
         self._full.clear()
-        self.takes_products = True
-
-    def end_backward(self) -> None:
-        """End a backward pass."""
-        self.takes_products = False
+        for parameter in self.trained.values():  # what a backward pass within the forward pass has left
+            self._take(parameter)
 
     def complete(self) -> None:
         """Finish the step's backward passes: missing gradients become zeros, and buffers are copied in."""
@@ -147,9 +143,9 @@ class Gradients:
     def _collect(self, parameter: torch.Tensor) -> None:
         """Move the gradient that autograd has computed into the block, and report full buckets."""
         assert isinstance(parameter, nn.Parameter)
-        if parameter.grad is not None:  # autograd has no gradient of the weight of an InPlaceLinear
-            self.add(parameter, parameter.grad)
-            parameter.grad = None
+        if not self.is_open:
+            return
+        self._take(parameter)
         if self.when_full and parameter in self.filled:
             for number, missing in enumerate(self._missing):
                 if parameter in missing:
@@ -157,15 +153,21 @@ class Gradients:
                     if not missing:
                         self._fill(number)
 
-    def _refuse(self, parameter: torch.Tensor) -> None:
-        """Raise a UserError if autograd has a gradient of a weight that has factors."""
-        if parameter.grad is not None:
-            assert isinstance(parameter, nn.Parameter)
-            name = self._names[parameter]
+    def _take(self, parameter: nn.Parameter) -> None:
+        """Move autograd's gradient of a parameter into the block.
+
+        Raises:
+            UserError: It is of a weight that has factors.
+        """
+        if parameter.grad is None:  # as of the weight of an InPlaceLinear
+            return
+        if parameter in self._names:
             raise UserError(
-                f"factors: {name} is used by more than its own layer, which the trial before training could "
-                "not show. Set factors: false."
+                f"factors: {self._names[parameter]} is used by more than its own layer, which the trial "
+                "before training could not show. Set factors: false."
             )
+        self.add(parameter, parameter.grad)
+        parameter.grad = None
 
     def _fill(self, number: int) -> None:
         """Mark a bucket as full; the first bucket gets the buffers, which forward has changed."""
@@ -217,7 +219,7 @@ class _LinearFunction(torch.autograd.Function):
         """Compute gradients in the precision of the forward products, which autocast may have lowered."""
         (x,), (error,) = ctx.saved_tensors, errors
         rows, inputs, to_weight = error.flatten(0, -2), x.to(error.dtype).flatten(0, -2), None
-        if ctx.gradients.takes_products:
+        if ctx.gradients.is_open:
             ctx.gradients.add_product(ctx.weight, rows, inputs)
         else:
             to_weight = (rows.t() @ inputs).to(ctx.weight.dtype)

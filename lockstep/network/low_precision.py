@@ -102,6 +102,7 @@ class LowPrecisionWeights:
         stale: Whether weights have changed since the copies were written.
         keeps_gradients: Whether the first gradient of a weight in a step is retained as bfloat16 in
             `gradients`, for `step`; otherwise all gradients are autograd's.
+        is_open: Whether this is a step's backward pass, not one within the network's forward pass.
         averaged: Whether trainers average weights after each step, so that a step need not write copies.
         kernel: Takes the step on a GPU, if the back end has installed it.
     """
@@ -126,7 +127,7 @@ class LowPrecisionWeights:
                     if uses[value] == 1 and not has_hooks(value)
                 ]
                 self._copies |= {value: views[f"copies/{names[value]}"] for value in own}
-        self.stale, self.keeps_gradients, self.averaged = True, False, False
+        self.stale, self.keeps_gradients, self.averaged, self.is_open = True, False, False, False
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.kernel: SgdKernel | None = None
         self._scratch: torch.Tensor | None = None
@@ -151,7 +152,7 @@ class LowPrecisionWeights:
 
     def receive(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """Receive a weight's bfloat16 gradient; return the float32 gradient that autograd adds, or None."""
-        if not self.keeps_gradients:
+        if not (self.keeps_gradients and self.is_open):
             return gradient.float()
         if weight not in self.gradients and weight.grad is None:
             self.gradients[weight] = gradient

@@ -264,8 +264,6 @@ class Replica(Program, CheckedGradients):
         if self._gradients:
             self._gradients.begin_backward()
         self._backward(total / mean_n_samples)
-        if self._gradients:
-            self._gradients.end_backward()
         if self._statistics:
             recorder.n_bytes, self._statistics.n_bytes = recorder.n_bytes + self._statistics.n_bytes, 0
         recorder.add(loss_sum, logits, _main_labels(batch) if self._mixes else batch.labels)
@@ -290,8 +288,13 @@ class Replica(Program, CheckedGradients):
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Run backward in this thread if trainers synchronize in it."""
+        receivers = [each for each in (self._gradients, self._low_precision) if each]
+        for each in receivers:
+            each.is_open = True
         with torch.autograd.set_multithreading_enabled(self._statistics is None):
             loss.backward()  # type: ignore[no-untyped-call]
+        for each in receivers:
+            each.is_open = False
 
     def _learn_nothing(self, batch: Batch) -> None:
         """Count a step of a trainer without images in batch normalisation, as in trainers that have some.

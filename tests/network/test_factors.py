@@ -89,7 +89,7 @@ def test_a_weight_that_something_else_uses_too_is_refused() -> None:
     arena = Arena(model, HostMemory(), leading=["odd.weight"])
     factors = Factors([layer], arena, world)
     gradients = Gradients(model, arena, factors)
-    gradients.begin_backward()
+    gradients.is_open = True
     made = model.odd(torch.ones(4, 201, dtype=torch.float64)).sum()
     made.backward()
     errors, inputs = factors._of_ranks[0][0]

@@ -43,6 +43,19 @@ class Adversarial(OneHead):
         return super().forward(images)
 
 
+class Attacked(OneHead):
+    """It does the same by whole backward passes, and clears their gradients, but for one."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for clears in (True, False) if torch.is_grad_enabled() else ():
+            images = images.detach().requires_grad_()
+            super().forward(images).square().sum().backward()
+            images = (images + 0.5 * images.grad.sign()).detach()
+            if clears:
+                self.zero_grad()
+        return super().forward(images)
+
+
 class Penalized(OneHead):
     """Its outputs depend on their own gradient."""
 
@@ -84,7 +97,7 @@ def expected_gradients(model: nn.Module, images: torch.Tensor, labels: torch.Ten
     return {name: value.grad for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("network", [Adversarial, Penalized, Pruned, Hooked, OfOneVector])
+@pytest.mark.parametrize("network", [Adversarial, Attacked, Penalized, Pruned, Hooked, OfOneVector])
 def test_gradients_in_the_block_are_torchs(shared_folder: Path, network: type[OneHead]) -> None:
     replica = make_replica(shared_folder, model=f"test_gradients:{network.__name__}", **GRADIENTS)
     plain, batch = network(7), make_batch(0)
