@@ -45,6 +45,7 @@ from lockstep.launch.console import show
 from lockstep.launch.processes import connect_all, run_trainers
 from lockstep.launch.status import StatusBoard
 from lockstep.launch.template import Template
+from lockstep.objects import SOURCE
 from lockstep.programs import make_parser
 from lockstep.runs import receipts as chain
 from lockstep.runs.folder import is_running
@@ -116,7 +117,8 @@ def verify(arguments: argparse.Namespace, interrupts: Interrupts) -> dict[str, A
             problems += check_data(config, receipts[-1], arguments.json, bool(problems))
         is_replayed = bool(arguments.replay or arguments.step)
         if config and not problems and (arguments.overrides or is_replayed):
-            intervals.check_settings(folder, receipts, chain.digest_of_settings(config))
+            recorded = with_recorded_names(folder, config)
+            intervals.check_settings(folder, receipts, chain.digest_of_settings(recorded))
         if config and not problems and is_replayed:
             replay_all(arguments, config, receipts, found, interrupts)
     found["verified"] = not problems
@@ -134,6 +136,17 @@ def read_config(folder: Path, overrides: list[str], problems: list[str]) -> Conf
         problems.append(f"data: not checked, because the configuration can't be used: {error}")
         return None
     return config
+
+
+def with_recorded_names(folder: Path, config: Config) -> Config:
+    """Return the configuration with the run's names of a network and datasets that a Python program passed.
+
+    The receipts have these names. To verify the run, the same objects are named by their module.
+    """
+    recorded = configuration.read_run(folder / "config.yaml").values
+    names = {key: str(recorded.get(key)) for key in ("model", "data")}
+    passed: dict[str, Any] = {key: name for key, name in names.items() if name.startswith(f"{SOURCE}:")}
+    return dataclasses.replace(config, **passed)
 
 
 def check_data(config: Config, receipt: Receipt, is_quiet: bool, has_problems: bool) -> list[str]:
@@ -169,7 +182,7 @@ def replay_all(
     interrupts: Interrupts,
 ) -> None:
     """Replay what the arguments ask for, and add the results to `found`."""
-    basis = chain.basis_of(config)
+    basis = chain.basis_of(config, with_recorded_names(arguments.run, config))
     replays: list[Replay] = []
     if arguments.replay:
         replays, n_all = intervals.choose(

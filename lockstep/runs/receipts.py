@@ -129,9 +129,17 @@ def digests_of_data(dataset: Dataset) -> tuple[str, str]:
     return manifest, hashlib.sha256(labels.encode() + dataset.mean.tobytes()).hexdigest()
 
 
-def basis_of(config: Config) -> Basis:
-    """Return the basis of receipts of a configuration and its dataset. Raise UserError as `open_dataset`."""
-    return digest_of_settings(config), *digests_of_data(open_dataset(config))
+def basis_of(config: Config, recorded: Config) -> Basis:
+    """Return the basis of receipts of a dataset and settings.
+
+    Args:
+        config: Names the dataset.
+        recorded: The settings as the receipts have them.
+
+    Raises:
+        UserError: As `open_dataset`.
+    """
+    return digest_of_settings(recorded), *digests_of_data(open_dataset(config))
 
 
 class ReceiptFile:
