@@ -324,29 +324,30 @@ _WAITS: dict[Operation, Operation] = {}  # by an operation that runs: the one fo
 def _is_stuck(running: Operation, awaited: Operation) -> bool:
     """Let a worker, which runs an operation, begin to wait for another one, unless that waits for it."""
     with GRAPH:  # the loops are in a function: in Python 3.13 an interrupt can skip the end of a `with`
-        _WAITS[running] = awaited
-        stuck = awaited in _behind(running)
-        if stuck:
-            del _WAITS[running]
+        # A copy, which is one step: workers that end their wait change the original.
+        stuck = awaited in _behind(running, {**_WAITS, running: awaited})
+        if not stuck:
+            _WAITS[running] = awaited
         return stuck
 
 
-def _behind(running: Operation) -> set[Operation]:
+def _behind(running: Operation, waits: dict[Operation, Operation]) -> set[Operation]:
     """Return what can't be done before an operation that runs. The caller holds GRAPH.
 
     These are the operations that wait for it, those whose workers wait for one of these, and the others of
     a lane whose workers all wait.
     """
     graph.link_submitted()
-    n_waiting, seen, found = Counter(each.lane for each in _WAITS), set[Operation](), [running]
+    n_waiting = Counter(each.lane for each, awaited in waits.items() if not awaited.done)
+    seen, found = set[Operation](), [running]
     while found:
         before = found.pop()
         if before in seen:
             continue
         seen.add(before)
         found += before._needed_by + before._followed_by
-        found += [waiting for waiting, awaited in _WAITS.items() if awaited is before]
-        if before in _WAITS and n_waiting[before.lane] == before.lane.n_workers:
+        found += [waiting for waiting, awaited in waits.items() if awaited is before]
+        if before in waits and n_waiting[before.lane] == before.lane.n_workers:
             found += [own for own in list(before.lane.engine.pending) if own.lane is before.lane]
     return seen
 

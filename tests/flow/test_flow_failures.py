@@ -387,6 +387,24 @@ def wait_for_done(operation: flow.Operation) -> None:
     wait_until(lambda: operation.done, "an operation", 20)
 
 
+def test_many_workers_wait_at_the_same_time() -> None:
+    devices = flow.cpus(5, threads=1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with flow.Engine(devices) as engine:
+
+            def wait() -> None:
+                for _ in range(200):
+                    engine.push(int, device=devices[4]).wait()
+
+            waiting = [engine.push(wait, device=device) for device in devices[:4] for _ in range(5)]
+            for each in waiting:
+                each.wait()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_waiting_inside_an_operation_of_the_same_device_is_refused(engine: flow.Engine) -> None:
     first, second = engine.devices
     never = threading.Event()
