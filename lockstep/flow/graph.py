@@ -12,7 +12,7 @@ an operation does not exist; after it, the operation runs whatever happens to th
 import contextlib
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -203,6 +203,40 @@ def _link(submission: Submission) -> None:
     except BaseException as error:  # out of memory: an operation that waits for it must not wait for ever
         operation.fail(error)
     operation.release()
+
+
+WAITS: dict[Any, Any] = {}  # by an operation that runs: the one for which its worker waits
+
+
+def is_stuck(running: Any, awaited: Any) -> bool:
+    """Let a worker, which runs an operation, begin to wait for another one, unless that waits for it."""
+    with GRAPH:  # the loops are in a function: in Python 3.13 an interrupt can skip the end of a `with`
+        # A copy, which is one step: workers that end their wait change the original.
+        stuck = awaited in _behind(running, {**WAITS, running: awaited})
+        if not stuck:
+            WAITS[running] = awaited
+        return stuck
+
+
+def _behind(running: Any, waits: dict[Any, Any]) -> set[Any]:
+    """Return what can't be done before an operation that runs. The caller holds GRAPH.
+
+    These are the operations that wait for it, those whose workers wait for one of these, and the others of
+    a lane whose workers all wait.
+    """
+    link_submitted()
+    n_waiting = Counter(each.lane for each, awaited in waits.items() if not awaited.done)
+    seen, found = set[Any](), [running]
+    while found:
+        before = found.pop()
+        if before in seen:
+            continue
+        seen.add(before)
+        found += before._needed_by + before._followed_by
+        found += [waiting for waiting, awaited in waits.items() if awaited is before]
+        if before in waits and n_waiting[before.lane] == before.lane.n_workers:
+            found += [own for own in list(before.lane.engine.pending) if own.lane is before.lane]
+    return seen
 
 
 def check_may_wait(in_finalizer: bool = False) -> None:

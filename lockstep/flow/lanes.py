@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import traceback
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
@@ -156,7 +156,7 @@ class Operation:
             self._block()
             return
         running = WORKER.running
-        if same or running is None or _is_stuck(running, self):
+        if same or running is None or graph.is_stuck(running, self):
             raise UserError(
                 f"an operation on {lane.device.name} waits for {self.name} on "
                 f"{'the same device' if same else self.lane.device.name}, which may be behind it: "
@@ -165,7 +165,7 @@ class Operation:
         try:
             self._block()
         finally:
-            del _WAITS[running]
+            del graph.WAITS[running]
 
     def _block(self) -> None:
         mine = threading.Lock()
@@ -177,22 +177,17 @@ class Operation:
 
     def link(self, needs: list["Operation"], follows: list["Operation"]) -> None:
         """Make it wait for those of the given operations that are not done. The caller holds GRAPH."""
-        after: list[Operation] = []
+        self._awaits = [one for one in (*needs, *follows) if one.lane.asynchronous or one._awaits]
         for before in needs:
-            if before.lane.asynchronous and awaits(self, before):
-                after.append(before)
             if not before.done:
                 before._needed_by.append(self)
                 self._missing += 1
             elif before.failure is not None:
                 self._inherit(before.failure)
         for before in follows:
-            if before.lane.asynchronous and awaits(self, before):
-                after.append(before)
             if not before.done:
                 before._followed_by.append(self)
                 self._missing += 1
-        self._awaits = after
 
     def _inherit(self, failure: Failure) -> None:
         """Take over a failure. Of several, the first in program order counts, whichever failed first."""
@@ -232,6 +227,9 @@ class Operation:
         """Mark it done, and return the operations that wait for it. The caller holds GRAPH."""
         if self.failure is not None and self.failure.number == self.number:
             self.engine.note(self.failure)  # first: a thread that sees it done looks for failures
+        if self._awaits:  # it has not run: what comes behind it follows these in its place
+            with contextlib.suppress(Exception):  # asking a device that has failed
+                self._awaits = [one for one in self._launched() if not one.settled]
         self.done, self.function = True, None
         if self.failure is not None:
             for after in self._needed_by:
@@ -262,20 +260,29 @@ class Operation:
             if self._awaits:
                 self._follow_events()
             self.result_value = device.launch(function)
-            self.event = device.mark()
-            if self.event is not None:
-                self.lane.last_events[threading.get_ident()] = self.event
+            self._mark()
         except BaseException as error:
             self.fail(error)
+            with contextlib.suppress(Exception):  # the device may have failed, too
+                self._mark()  # what it has launched before the error runs
         WORKER.running, WORKER.drops = None, True
         function = None  # a frame that an error refers to would keep it
         WORKER.drops = False
         if record is not None:
             record.stop = perf_counter()
 
+    def _mark(self) -> None:
+        self.event = self.lane.device.mark()
+        if self.event is not None:
+            self.lane.last_events[threading.get_ident()] = self.event
+
+    def _launched(self) -> "dict[Operation, None]":
+        """Return the operations whose events it follows, also those behind operations that have not run."""
+        return dict.fromkeys(one for before in self._awaits for one in (before, *before._awaits))
+
     def _follow_events(self) -> None:
-        before, self._awaits = self._awaits, []
-        for event in (operation.event for operation in before):
+        before, self._awaits = self._launched(), []
+        for event in (operation.event for operation in before if awaits(self, operation)):
             if event is None:
                 continue
             if _Settings.waiting == "host":
@@ -316,40 +323,6 @@ def waiting(how: Waiting) -> None:
 def awaits(operation: Operation, before: Operation) -> bool:
     """Return whether the operation must wait for an event of the asynchronous one before it."""
     return before.lane is not operation.lane or before.lane.n_workers > 1
-
-
-_WAITS: dict[Operation, Operation] = {}  # by an operation that runs: the one for which its worker waits
-
-
-def _is_stuck(running: Operation, awaited: Operation) -> bool:
-    """Let a worker, which runs an operation, begin to wait for another one, unless that waits for it."""
-    with GRAPH:  # the loops are in a function: in Python 3.13 an interrupt can skip the end of a `with`
-        # A copy, which is one step: workers that end their wait change the original.
-        stuck = awaited in _behind(running, {**_WAITS, running: awaited})
-        if not stuck:
-            _WAITS[running] = awaited
-        return stuck
-
-
-def _behind(running: Operation, waits: dict[Operation, Operation]) -> set[Operation]:
-    """Return what can't be done before an operation that runs. The caller holds GRAPH.
-
-    These are the operations that wait for it, those whose workers wait for one of these, and the others of
-    a lane whose workers all wait.
-    """
-    graph.link_submitted()
-    n_waiting = Counter(each.lane for each, awaited in waits.items() if not awaited.done)
-    seen, found = set[Operation](), [running]
-    while found:
-        before = found.pop()
-        if before in seen:
-            continue
-        seen.add(before)
-        found += before._needed_by + before._followed_by
-        found += [waiting for waiting, awaited in waits.items() if awaited is before]
-        if before in waits and n_waiting[before.lane] == before.lane.n_workers:
-            found += [own for own in list(before.lane.engine.pending) if own.lane is before.lane]
-    return seen
 
 
 class Lane:

@@ -155,6 +155,39 @@ def test_on_one_lane_no_event_is_needed(engine: flow.Engine, monkeypatch: pytest
     assert ran == [1, 2]
 
 
+@pytest.mark.parametrize("way", ["fails behind its launch", "has not run"])
+def test_a_failed_operation_keeps_the_order_of_those_around_it(
+    engine: flow.Engine, monkeypatch: pytest.MonkeyPatch, way: str, how: Any
+) -> None:
+    """The last writer overwrites what a function still uses that was launched on another lane."""
+    flow.waiting(how)
+    device, ran, early = engine.devices[0], threading.Event(), list[bool]()
+    launch = device.launch
+
+    def failing(function: Callable[[], Any]) -> None:
+        launch(function)
+        if function is fail:
+            raise ValueError("fork")
+
+    def fail() -> None:
+        if way == "fails behind its launch":
+            early.append(ran.wait(0.2))
+
+    monkeypatch.setattr(device, "launch", failing)
+    x, missing = engine.variable("x"), engine.variable("missing")
+    if way == "has not run":
+        engine.push(lambda: early.append(ran.wait(0.2)), reads=[x], device=device, lane="call")
+        engine.push(fail, writes=[missing], device=device)
+        for _ in range(2):
+            engine.push(int, reads=[missing], writes=[x], device=device)
+    else:
+        engine.push(fail, writes=[x], device=device, lane="call")
+    engine.push(ran.set, writes=[x], device=device)
+    with pytest.raises(flow.OperationError, match="fork"):
+        engine.wait_all()
+    assert early == [False]
+
+
 def test_waiting_for_an_operation_waits_until_it_has_run(engine: flow.Engine) -> None:
     ran: list[str] = []
     operation = engine.push(lambda: (time.sleep(0.05), ran.append("it")))
