@@ -143,6 +143,10 @@ class Capture:
         if array.memory.program is None and (known is None or known[0]() is not array):
             self._places[id(array)] = weakref.ref(array), array.data, placement.user_line()
 
+    def moves(self, array: Array) -> bool:
+        """Return whether the step has given an array from before the capture a place, such as its own."""
+        return id(array) in self._places
+
     def restore_places(self) -> list[tuple[weakref.ref[Array], str]]:
         """Give arrays that the step has moved their memories and shapes again; return them with the lines."""
         moved = []

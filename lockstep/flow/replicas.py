@@ -31,7 +31,7 @@ class ModelReplica:
 
     Attributes:
         restored: Locked while the changes of a call are being undone.
-        first_writes: Names of what the call before the last capture has written.
+        first_writes: Names of what calls before a capture have written, by function, until it is recorded.
         undone: Names of what only such a call has written, so that no program has these values.
     """
 
@@ -41,7 +41,7 @@ class ModelReplica:
     parameters: dict[str, Any] = field(init=False)
     buffers: dict[str, Any] = field(init=False)
     restored: threading.Lock = field(init=False, default_factory=threading.Lock)
-    first_writes: set[str] = field(init=False, default_factory=set)
+    first_writes: dict[Any, set[str]] = field(init=False, default_factory=dict)
     undone: set[str] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
@@ -85,6 +85,23 @@ class ModelReplica:
         if extra:
             with private.without_modes():
                 self.model.load_state_dict(copy.deepcopy(extra), strict=False)
+
+    def check_undone(self, program: Any, what: str, key: Any) -> None:
+        """Raise UserError if only calls before the capture of this program have changed some values.
+
+        Args:
+            key: Of the function in `first_writes`.
+        """
+        own, written = self.variables(), program.written()
+        for name in self.first_writes.pop(key, set()):
+            if id(own[name].memory) not in written and not program.moves(own[name]):
+                self.undone.add(name)
+        if self.undone:
+            raise UserError(
+                f"the {what} writes {', '.join(sorted(self.undone))} in its first call only, which a capture "
+                "undoes: call your model once before you make the executor, or write it in the model's "
+                "__init__"
+            )
 
 
 def load_all(replicas: Sequence[ModelReplica], given: Mapping[str, Any]) -> None:

@@ -132,7 +132,7 @@ class StepRecorder:
             if isinstance(value, torch.Tensor) and value.dim():
                 _refuse_loss(value)
         _check_fetch(fetch, list(results))
-        self._written(shares, "function")
+        self._written(shares, function)
         return {name: results[name] for name in fetch}
 
     def prepare_evaluation(self, function: Losses, shares: Sequence[DeviceBatch]) -> None:
@@ -141,7 +141,7 @@ class StepRecorder:
             replica = self._replicas[share.device]
             dropout.set_keys(replica.dropouts, None)  # those of a run that has failed
             with private.no_grad(), on_device(replica.device), evaluating(replica.model):
-                _call_once(replica, function, share.batch)
+                _call_once(replica, function, share.batch, function)
 
     def prepare(self, shares: Sequence[DeviceBatch]) -> None:
         """Call the loss once, which may make tensors that the model keeps."""
@@ -149,7 +149,7 @@ class StepRecorder:
             replica = self._replicas[share.device]
             with on_device(replica.device):
                 dropout.set_keys(replica.dropouts, share.keys)
-                _call_once(replica, self._loss, share.batch)
+                _call_once(replica, self._loss, share.batch, "loss")
 
     def _own(self, gradients: dict[str, Any], results: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -217,19 +217,22 @@ class StepRecorder:
             targets = [replica.parameters[name] for name in bucket.names]
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _written(self, shares: Sequence[DeviceBatch], what: str = "loss") -> list[str]:
+    def _written(self, shares: Sequence[DeviceBatch], key: Any = "loss") -> list[str]:
         """Return the names of the parameters without gradients that the recorded functions write.
 
         Devices without samples get the values of the others, where the functions have written them.
+
+        Args:
+            key: 'loss', or the function that is evaluated.
 
         Raises:
             UserError: A function writes a parameter that the devices share. Embeddings with max_norm may:
                 they write a row once, however often they are called. Or it has made what no device merges.
         """
-        written = placement.CONTEXT.program.written()
+        written, what = placement.CONTEXT.program.written(), "loss" if key == "loss" else "function"
         for share in shares:
             _check_made(self._replicas[share.device], written, what)
-            _check_undone(self._replicas[share.device], written, what)
+            self._replicas[share.device].check_undone(placement.CONTEXT.program, what, key)
         own = [self._replicas[share.device].parameters for share in shares]
         first = own[0]  # a loss may write some on a device with more samples only
         names = [name for name in first if any(id(each[name].memory) in written for each in own)]
@@ -275,15 +278,21 @@ class StepRecorder:
 
 
 class _restoring(private.Scope):  # noqa: N801
-    """A scope whose end gives all parameters and buffers of a replica their present values.
+    """A scope whose end gives all parameters and buffers of a replica their present values and memories.
 
     A separate thread submits these copies, because a second Ctrl-C in this thread could skip some. It holds
     the replica's lock `restored` until then, in case an interrupt ends the wait for it.
+
+    Args:
+        written: Gets the names of what was changed inside.
     """
 
-    def __init__(self, replica: ModelReplica) -> None:
+    def __init__(self, replica: ModelReplica, written: set[str]) -> None:
         self._replica = replica
-        self._before = {name: array.detach().clone() for name, array in replica.variables().items()}
+        arrays = replica.variables()
+        self._before = {name: array.detach().clone() for name, array in arrays.items()}
+        self._places = {name: (array.data, array.memory.version) for name, array in arrays.items()}
+        self._written = written
         self._errors: list[BaseException] = []
         self._done = threading.Lock()
         self._done.acquire()
@@ -296,9 +305,15 @@ class _restoring(private.Scope):  # noqa: N801
     def _restore(self) -> None:
         try:
             with on_device(self._replica.device), torch.no_grad():
-                present = self._replica.variables()
-                for name, value in self._before.items():
-                    present[name].copy_(value)
+                for name, array in self._replica.variables().items():
+                    place, version = self._places[name]
+                    if array.memory is not place.memory:  # `x.data = y`; y may be a parameter
+                        array.data = place
+                        self._written.add(name)
+                    elif array.memory.version != version:
+                        self._written.add(name)
+                for name, array in self._replica.variables().items():
+                    array.copy_(self._before[name])
         except BaseException as error:
             self._errors.append(error)
         self._done.release()
@@ -323,14 +338,15 @@ def _update(
     step(gradients)
 
 
-def _call_once(replica: ModelReplica, function: Losses, batch: Sequence[Array]) -> None:
-    """Call a function of model and batch, and restore what it changes: the capture calls it again."""
-    restoring = _restoring(replica)
-    before = {name: array.memory.version for name, array in replica.variables().items()}
+def _call_once(replica: ModelReplica, function: Losses, batch: Sequence[Array], key: Any) -> None:
+    """Call a function of model and batch, and restore what it changes: the capture calls it again.
+
+    Args:
+        key: Of what the function has written, which a call that fails leaves to the next one.
+    """
+    restoring = _restoring(replica, replica.first_writes.setdefault(key, set()))
     with restoring:  # after an error, too: replicas must not differ
         function(replica.model, *(array.clone() for array in batch))
-        now = replica.variables()
-        replica.first_writes = {name for name in now if now[name].memory.version != before[name]}
     restoring.check()
 
 
@@ -384,17 +400,6 @@ def _check_made(replica: ModelReplica, written: Container[int], what: str) -> No
                 f"the {what} made the buffer {name} and writes it, so what its first call wrote would stay: "
                 "make it in the model's __init__, or call your model once before you make the executor"
             )
-
-
-def _check_undone(replica: ModelReplica, written: Container[int], what: str) -> None:
-    """Raise UserError if only the first call of the function has written some of the model's values."""
-    own = replica.variables()
-    replica.undone |= {name for name in replica.first_writes if id(own[name].memory) not in written}
-    if replica.undone:
-        raise UserError(
-            f"the {what} writes {', '.join(sorted(replica.undone))} in its first call only, which a capture "
-            "undoes: call your model once before you make the executor, or write it in the model's __init__"
-        )
 
 
 def _check_same(gradients: Gradients) -> None:

@@ -1562,6 +1562,51 @@ def test_what_only_a_first_call_writes_is_refused(what: str, n: int) -> None:
         torch.testing.assert_close(trainer.run(batch(8))["loss"], expected.detach())
 
 
+def test_what_only_a_first_call_that_failed_writes_is_refused() -> None:
+    with executor(1, Initialized("shift")) as trainer:
+        with pytest.raises(AssertionError, match="multi-target"):
+            trainer.run({**batch(8), "labels": torch.zeros(8, 2).long()})
+        for _ in range(2):
+            with pytest.raises(UserError, match="the loss writes shift in its first call only"):
+                trainer.run(batch(8))
+
+
+def test_a_first_call_that_failed_is_not_missed_where_the_model_writes_always() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    with executor(2, model) as trainer, executor(2, model) as other:
+        with pytest.raises(AssertionError, match="multi-target"):
+            trainer.run({**batch(8), "labels": torch.zeros(8, 2).long()})
+        for each in (trainer, other):
+            each.evaluate(loss, batch(8))
+            each.run(batch(8))
+        for name, value in other.replica(0).items():
+            assert torch.equal(trainer.replica(0)[name], value)
+
+
+class Synchronized(nn.Module):
+    """Gives a teacher the memory of its student."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+        nn.init.ones_(self.teacher[0].weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.teacher[0].weight.data = self.student[0].weight.data
+        return self.student(x) + self.teacher(x)
+
+
+def test_a_parameter_that_gets_the_memory_of_another_is_refused_and_both_stay() -> None:
+    model = Synchronized()
+    with executor(2, model) as trainer:
+        for use in (trainer.run, partial(trainer.evaluate, loss), trainer.run):
+            with pytest.raises(flow.CaptureError, match="gives an array"):
+                use(batch(8))
+        for number in range(2):
+            for name, value in model.state_dict().items():
+                assert torch.equal(trainer.replica(number)[name], value)
+
+
 class Growing(nn.Module):
     """Keeps a table for the longest batch that it has seen."""
 
