@@ -10,9 +10,12 @@ import signal
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
+
+_CONTROLS = ("Cc", "Zl", "Zp")  # of Unicode: control characters, line and paragraph separators
 
 
 def as_valid(text: str) -> str:
@@ -21,8 +24,11 @@ def as_valid(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line of a list: line breaks, which names of files may have, become escapes."""
-    return "".join(repr(each)[1:-1] if each.splitlines() == [""] else each for each in text)
+    """Return a text as one line of a list, for a terminal, too.
+
+    Line breaks and other control characters, which names of files may have, become escapes.
+    """
+    return "".join(repr(each)[1:-1] if category(each) in _CONTROLS else each for each in text)
 
 
 def as_name(text: str) -> str:

@@ -250,7 +250,7 @@ def test_an_unusable_image_with_a_tab_in_its_name_is_named(
 ) -> None:
     (source / "dog" / "a\tb.png").touch()
     convert(source)
-    assert f"left out 1, unusable: is empty: {source}/dog/a\tb.png\n" in capfd.readouterr().out
+    assert rf"left out 1, unusable: is empty: {source}/dog/a\tb.png" in capfd.readouterr().out
 
 
 def test_a_folder_that_changes_meanwhile_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
