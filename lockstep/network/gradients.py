@@ -17,7 +17,7 @@ from lockstep.exchange import ALIGNMENT, Span
 from lockstep.memory import Block
 from lockstep.network.arena import Arena
 from lockstep.network.factors import Factors
-from lockstep.network.low_precision import Linear, has_hooks, operand
+from lockstep.network.low_precision import Linear, has_hooks, is_transformed, operand
 
 _BUCKET = 1 << 22  # least elements of a bucket: 16 MB of float32; not measured on GPUs
 
@@ -197,7 +197,7 @@ class InPlaceLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         in_place = torch.is_grad_enabled() and self.weight.requires_grad and x.dim() > 1
-        if not (in_place and self.gradients.has_place_for(self.weight)):
+        if not in_place or is_transformed() or not self.gradients.has_place_for(self.weight):
             return super().forward(x)
         y: torch.Tensor = _LinearFunction.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return y

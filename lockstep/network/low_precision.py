@@ -69,6 +69,11 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def is_transformed() -> bool:
+    """Return whether torch.func transforms what is computed, which takes plain operations only."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 class OperandLayer:
     """A layer whose products take its weights from `operand`: convolutions and fully connected layers.
 
@@ -135,7 +140,7 @@ class LowPrecisionWeights:
     def of(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight's copy, or the weight if autocast is off or moving averages are bound."""
         copy = self._copies.get(weight)
-        if copy is None or not torch.is_autocast_enabled(self._device):
+        if copy is None or not torch.is_autocast_enabled(self._device) or is_transformed():
             return weight
         if weight.data_ptr() != self._masters[self._spans[weight]].data_ptr():
             return weight

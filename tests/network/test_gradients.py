@@ -84,6 +84,14 @@ class Hooked(OneHead):
         self.fc.weight.register_hook(lambda gradient: gradient / 2)
 
 
+class Transformed(OneHead):
+    """It uses its layer within transformations of torch.func."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda x: torch.tanh(self.fc(x)).sum())(self.features(images))
+        return torch.vmap(self.fc)(slope)
+
+
 class OfOneVector(OneHead):
     """Its layer takes a vector without a batch."""
 
@@ -97,7 +105,10 @@ def expected_gradients(model: nn.Module, images: torch.Tensor, labels: torch.Ten
     return {name: value.grad for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("network", [Adversarial, Attacked, Penalized, Pruned, Hooked, OfOneVector])
+NETWORKS = [Adversarial, Attacked, Penalized, Pruned, Hooked, Transformed, OfOneVector]
+
+
+@pytest.mark.parametrize("network", NETWORKS)
 def test_gradients_in_the_block_are_torchs(shared_folder: Path, network: type[OneHead]) -> None:
     replica = make_replica(shared_folder, model=f"test_gradients:{network.__name__}", **GRADIENTS)
     plain, batch = network(7), make_batch(0)

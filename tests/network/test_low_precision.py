@@ -37,6 +37,7 @@ class UsedTwice(TwoHeads):
         if torch.is_grad_enabled():  # a backward pass of its own
             self.fc(x).sum().backward(retain_graph=True)
             self.zero_grad()
+        x = x + torch.func.grad(lambda x: self.fc(x).float().sum())(x)
         logits = self.fc(x) + F.linear(x.roll(1, 1), self.fc.weight)
         return (logits, self.aux(x)) if self.training else logits
 
