@@ -291,10 +291,12 @@ class Replica(Program, CheckedGradients):
         receivers = [each for each in (self._gradients, self._low_precision) if each]
         for each in receivers:
             each.is_open = True
-        with torch.autograd.set_multithreading_enabled(self._statistics is None):
-            loss.backward()  # type: ignore[no-untyped-call]
-        for each in receivers:
-            each.is_open = False
+        try:
+            with torch.autograd.set_multithreading_enabled(self._statistics is None):
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:  # a step that can't be captured is taken again
+            for each in receivers:
+                each.is_open = False
 
     def _learn_nothing(self, batch: Batch) -> None:
         """Count a step of a trainer without images in batch normalisation, as in trainers that have some.
