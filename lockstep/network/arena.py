@@ -131,6 +131,11 @@ class Arena:
                     "Change it in place (copy_, add_)."
                 )
 
+    def untrained(self, model: nn.Module) -> str:
+        """Return the first parameter that has a gradient now, and had none at first; '' without one."""
+        named = (name for name, value in model.named_parameters() if value.requires_grad)
+        return next((name for name in named if name not in self._trained), "")
+
     def views(
         self, kind: str, flat: torch.Tensor, names: Iterable[str] | None = None, shift: int = 0
     ) -> dict[str, torch.Tensor]:

@@ -103,7 +103,7 @@ class Replica(Program, CheckedGradients):
         self._graph = None if why_not_captured(config, self.arena.flat.is_cuda) else self._step_graph()
         self._rank_sums: LogicalRankSums | None = None
         self._statistics: batch_norm.Statistics | None = None
-        self._checked_shares = False
+        self._checked_shares = self._warned_of_untrained = False
         self._mixes = mixes(config)
         self._compiled = Compiled(self.model, config.batch_size) if config.compile else None
         self.implementations = _implementations_of(self.model, config, self.arena.flat.is_cuda)
@@ -173,10 +173,20 @@ class Replica(Program, CheckedGradients):
         """Switch to evaluation, with the averaged weights if there are any."""
         self.arena.check_bound(self.model)
         self.optimizer.check_bound()
+        self._warn_of_untrained()
         self._weights_changed()
         if self._config.ema_decay is not None:
             self.arena.bind(self.model, "ema", "ema")
         self.model.eval()
+
+    def _warn_of_untrained(self) -> None:
+        """Warn, once, of a parameter that has begun to have a gradient: no optimizer has it."""
+        if (name := self.arena.untrained(self.model)) and not self._warned_of_untrained:
+            self._warned_of_untrained = True
+            self.warn(
+                f"the model's {name} has requires_grad now, and is not trained: it had not when training "
+                "began. To train it later, set freeze and unfreeze_epoch"
+            )
 
     def forward_backward(self, batch: Batch, mean_n_samples: float, rank: int, recorder: Recorder) -> None:
         if self._rank_sums:

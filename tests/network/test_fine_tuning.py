@@ -274,3 +274,16 @@ def test_a_bucket_begins_where_frozen_weights_end(shared_folder: Path) -> None:
     replica.begin_epoch(2, 90, 0.1)
     assert replica.arena.n_frozen == 0
     assert replica.arena.spans_to_average() == [(0, len(replica.arena.flat))]
+
+
+def test_a_parameter_that_the_network_unfreezes_itself_is_noted_once(shared_folder: Path) -> None:
+    """No optimizer has it, so it would silently stay as it is."""
+    replica = make_replica(shared_folder, freeze=["conv.*"])
+    warnings: list[str] = []
+    replica.warn = warnings.append
+    replica.begin_validation()
+    assert not warnings
+    replica.model.conv.requires_grad_(True)
+    for _ in range(2):
+        replica.begin_validation()
+    assert len(warnings) == 1 and warnings[0].startswith("the model's conv.weight has requires_grad now")
