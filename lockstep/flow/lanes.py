@@ -388,16 +388,16 @@ class Lane:
             event.synchronize()
 
     def stop(self) -> None:
-        """Let no worker begin another operation."""
+        """Let no worker begin another operation. Idle ones wake up, and cancel what has not started."""
         self._closing = True
+        for _ in range(self.n_workers):
+            self._wakes.put(None)
 
     def close(self) -> None:
         """End the workers, after their present operation."""
         self.stop()
         while self._started and self._places:  # workers that are being started
             time.sleep(1e-3)
-        for _ in range(self.n_workers):
-            self._wakes.put(None)
         while self._working:  # a `join` that is interrupted would count its thread as ended (Python 3.11)
             time.sleep(1e-3)
         for worker in self._workers:

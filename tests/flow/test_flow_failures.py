@@ -624,6 +624,33 @@ def test_closing_cancels_what_waits_on_one_device_while_another_is_busy() -> Non
     assert not ran
 
 
+def test_closing_cancels_that_for_which_an_operation_waits() -> None:
+    """It waits for another engine's operation, which runs for longer."""
+    devices, (other,) = flow.cpus(2), flow.cpus(1)
+    long = threading.Event()
+    with flow.Engine([other]) as far:
+        engine = flow.Engine(devices)
+        before = far.push(long.wait)
+        pushed = list[flow.Operation]()
+
+        def wait() -> None:
+            pushed.append(engine.push(int, device=devices[1], after=[before]))
+            pushed[0].wait()
+
+        waiting = engine.push(wait)
+        wait_until(lambda: bool(pushed), "the push")
+        time.sleep(0.1)  # until the other device's worker is idle again
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        try:
+            wait_for_done(waiting)
+        finally:
+            long.set()
+            closing.join()
+        with pytest.raises(flow.OperationError, match="the engine was closed before it began"):
+            waiting.wait()
+
+
 def test_an_error_inside_closes_at_once() -> None:
     ran: list[int] = []
     with pytest.raises(ZeroDivisionError), flow.Engine(flow.cpus(1)) as engine:
