@@ -58,9 +58,17 @@ class ModelReplica:
             return self._with_values(self.model.state_dict(keep_vars=True))
 
     def _with_values(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a module has by name, without what a refused step has put in the places of buffers."""
-        lost = [name for name, v in found.items() if isinstance(v, Array) and v.memory.program is not None]
-        return {**found, **{name: self.buffers[name] for name in lost if name in self.buffers}}
+        """Return what a module has by name, without what a refused function has put in the places of others.
+
+        A parameter that a function has made is refused, so those that are trained stay the executor's.
+        """
+        known, made = {id(own) for own in self.parameters.values()}, {}
+        for name, value in found.items():
+            lost = isinstance(value, Array) and value.memory.program is not None
+            own = self.parameters.get(name, self.buffers.get(name, value) if lost else value)
+            if not isinstance(own, Array) or not isinstance(own, nn.Parameter) or id(own) in known:
+                made[name] = own
+        return made
 
     def saved(self) -> dict[str, Any]:
         """Return copies of `state`, one for all names of an array."""

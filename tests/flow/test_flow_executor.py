@@ -1607,6 +1607,32 @@ def test_a_parameter_that_gets_the_memory_of_another_is_refused_and_both_stay() 
                 assert torch.equal(trainer.replica(number)[name], value)
 
 
+def pruned(model: Any, x: torch.Tensor, labels: torch.Tensor, fails: bool) -> Any:
+    model[0].weight = nn.Parameter(model[0].weight * (model[0].weight.abs() > 0.2))
+    if fails:
+        raise ValueError("after it")
+    return loss(model, x, labels)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_function_that_replaces_a_parameter_is_refused_and_the_state_is_that_of_the_training(
+    fails: bool,
+) -> None:
+    with executor(2) as trainer, executor(2) as other:
+        for each in (trainer, other):
+            each.run(batch(8))
+        with pytest.raises(
+            UserError if not fails else ValueError, match=r"made the parameter 0\.weight|after it"
+        ):
+            trainer.evaluate(lambda m, x, labels: pruned(m, x, labels, fails), batch(8))
+        for each in (trainer, other):
+            each.run(batch(8, 1))
+        for found in (trainer.state_dict()["model"], trainer.replica(1)):
+            for name, value in other.replica(0).items():
+                assert torch.equal(found[name], value)
+        other.load_state_dict(trainer.state_dict())
+
+
 class Growing(nn.Module):
     """Keeps a table for the longest batch that it has seen."""
 
