@@ -14,7 +14,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._prims_common import suggest_memory_format
@@ -178,6 +178,35 @@ class without_modes(Scope):  # noqa: N801
         end = [functools.partial(torch._C._push_on_torch_dispatch_stack, mode) for mode in modes]
         leave = functools.partial(no_functions.__exit__, None, None, None)
         return [no_functions.__enter__, *[_pop_dispatch] * len(modes)], [*end, leave]
+
+
+class _RefusingRandom(DispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, refuse: Callable[[], NoReturn]) -> None:
+        self._refuse = refuse
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let dynamo compile inside."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            self._refuse()
+        return func(*args, **kwargs)
+
+
+class refusing_random(Scope):  # noqa: N801
+    """A scope of a worker that calls `refuse` for an operation that draws from torch's own generator.
+
+    It leaves torch's flags alone, which all threads share.
+    """
+
+    def __init__(self, refuse: Callable[[], NoReturn]) -> None:
+        self._mode = _RefusingRandom(refuse)
+
+    def calls(self) -> tuple[list[Any], list[Any]]:
+        return [functools.partial(torch._C._push_on_torch_dispatch_stack, self._mode)], [_pop_dispatch]
 
 
 class no_grad(Scope):  # noqa: N801

@@ -1,5 +1,6 @@
 """Copies of one network on several devices, and the optimizers of their parameters."""
 
+import contextlib
 import copy
 import inspect
 import threading
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Number
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -203,6 +204,7 @@ class BucketOptimizer:
         self.names, self.replica = list(names), replica
         self._own: list[nn.Parameter] = []
         self._places: list[torch.Tensor] = []
+        self._has_stepped = False
         with private.without_modes():
             for name in names:
                 array = replica.parameters[name].wait()
@@ -220,12 +222,20 @@ class BucketOptimizer:
         """Update with gradients in the order of the names; None leaves a parameter as it is."""
         for own, gradient in zip(self._own, gradients, strict=True):
             own.grad = gradient if gradient is None else _laid_out_as(own, gradient)
-        self.optimizer.step()
+        with contextlib.nullcontext() if self._has_stepped else private.refusing_random(self._refuse):
+            self.optimizer.step()
+        self._has_stepped = True
         for own, place in zip(self._own, self._places, strict=True):
             own.grad = None
             if not own.is_set_to(place):  # after `p.data = ...` in the step
                 place.copy_(own.detach())
                 own.data = place
+
+    def _refuse(self) -> NoReturn:
+        raise UserError(
+            f"{type(self.optimizer).__name__}.step draws random numbers from torch's own generator, so "
+            "devices would differ: give it a torch.Generator that optimizer(parameters) makes and seeds"
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state and the hyperparameters of each parameter, by name.

@@ -1633,6 +1633,36 @@ def test_a_function_that_replaces_a_parameter_is_refused_and_the_state_is_that_o
         other.load_state_dict(trainer.state_dict())
 
 
+class Noisy(torch.optim.SGD):
+    """SGD whose updates have noise."""
+
+    random: torch.Generator | None = None
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn(parameter.shape, generator=self.random), alpha=0.1)
+
+
+def seeded_noise(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = Noisy(parameters, 0.1)
+    made.random = torch.Generator().manual_seed(3)
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "reduce"])
+def test_an_optimizer_that_draws_needs_a_generator_of_its_own(strategy: Any) -> None:
+    noisy = partial(Noisy, lr=0.1)
+    with (
+        executor(2, optimizer=noisy, strategy=strategy) as made,
+        pytest.raises(flow.OperationError, match="draws random numbers"),
+    ):
+        made.run(batch(8))
+    first, second = (trained(2, [8, 8, 8], optimizer=seeded_noise, strategy=strategy) for _ in range(2))
+    assert_same(first, second)
+
+
 class Growing(nn.Module):
     """Keeps a table for the longest batch that it has seen."""
 
