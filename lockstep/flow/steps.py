@@ -150,6 +150,7 @@ class StepRecorder:
             with on_device(replica.device):
                 dropout.set_keys(replica.dropouts, share.keys)
                 _call_once(replica, self._loss, share.batch, "loss")
+        _check_tables([self._replicas[share.device] for share in shares])
 
     def _own(self, gradients: dict[str, Any], results: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -217,19 +218,17 @@ class StepRecorder:
             targets = [replica.parameters[name] for name in bucket.names]
             collectives.broadcast([source.parameters[name] for name in bucket.names], targets, replica.device)
 
-    def _written(self, shares: Sequence[DeviceBatch], key: Any = "loss") -> list[str]:
+    def _written(self, shares: Sequence[DeviceBatch], evaluated: Losses | None = None) -> list[str]:
         """Return the names of the parameters without gradients that the recorded functions write.
 
         Devices without samples get the values of the others, where the functions have written them.
-
-        Args:
-            key: 'loss', or the function that is evaluated.
 
         Raises:
             UserError: A function writes a parameter that the devices share. Embeddings with max_norm may:
                 they write a row once, however often they are called. Or it has made what no device merges.
         """
-        written, what = placement.CONTEXT.program.written(), "loss" if key == "loss" else "function"
+        written, what = placement.CONTEXT.program.written(), "loss" if evaluated is None else "function"
+        key = "loss" if evaluated is None else evaluated
         for share in shares:
             _check_made(self._replicas[share.device], written, what)
             self._replicas[share.device].check_undone(placement.CONTEXT.program, what, key)
@@ -399,6 +398,20 @@ def _check_made(replica: ModelReplica, written: Container[int], what: str) -> No
             raise UserError(
                 f"the {what} made the buffer {name} and writes it, so what its first call wrote would stay: "
                 "make it in the model's __init__, or call your model once before you make the executor"
+            )
+
+
+def _check_tables(replicas: Sequence[ModelReplica]) -> None:
+    """Raise UserError if a buffer that the loss has made depends on a device's samples: nothing merges it."""
+    known = replicas[0].buffers
+    made: list[dict[str, Any]] = [dict(replica.model.named_buffers()) for replica in replicas]
+    for name in [name for name, buffer in made[0].items() if buffer is not known.get(name)]:
+        arrays = [own[name] for own in made if isinstance(own.get(name), Array)]
+        values = [array.tensor() for array in arrays if array.memory.program is None]
+        if any(each.shape == values[0].shape and not torch.equal(each, values[0]) for each in values[1:]):
+            raise UserError(
+                f"the loss made the buffer {name} from the samples of one device, and others have other "
+                "values: call your model once before you make the executor"
             )
 
 
