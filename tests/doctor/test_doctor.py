@@ -161,6 +161,7 @@ def test_a_sample_is_the_first_batches_of_a_dataset(tmp_path: Path, monkeypatch:
     assert b"".join(read) == bytes([0]) * 2500 + bytes([1]) * 1500
 
 
+@pytest.mark.slow
 def test_too_small_a_dataset_is_replaced_by_a_temporary_file(tmp_path: Path) -> None:
     data, scratch = tmp_path / "data", tmp_path / "scratch"
     data.mkdir()
@@ -254,6 +255,7 @@ def test_how_each_rank_ended_is_told() -> None:
 
 
 @pytest.mark.new_interpreter
+@pytest.mark.slow
 def test_ctrl_c_to_the_whole_group_does_not_interrupt_what_a_fork_server_imports() -> None:
     code = "import os, signal; import lockstep.launch.preload; os.kill(os.getpid(), signal.SIGINT)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=limit(60), check=True)

@@ -165,6 +165,7 @@ print(flow.array(zeros).tolist(), x.tolist(), x.copy_(zeros).tolist())
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_without_memory_is_refused_before_it_is_read() -> None:
     """Reading it would end the process."""
     *refused, zeros = run_program(WITHOUT_MEMORY).split("\n")[:-1]

@@ -397,6 +397,7 @@ def test_a_short_epoch_has_one_line_without_top_5_of_few_classes(program: Progra
 
 
 @pytest.mark.parametrize("words", [(), ("rule=local", "rule_args={every: 2}")], ids=["weights", "local"])
+@pytest.mark.slow
 def test_the_line_of_a_short_epoch_is_of_all_its_steps(
     program: Program, shared_folder: Path, words: tuple[str, ...]
 ) -> None:

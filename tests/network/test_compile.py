@@ -77,6 +77,7 @@ def test_layers_of_alexnet_have_the_same_gradient_compiled() -> None:
     torch.testing.assert_close(compiled, plain)
 
 
+@pytest.mark.slow
 def test_outputs_of_compiled_layers_may_be_overwritten_by_the_next_step() -> None:
     """CUDA graphs of mode="reduce-overhead" do so: nothing of a step is used in the next one."""
     outputs: list[torch.Tensor] = []

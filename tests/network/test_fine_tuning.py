@@ -209,6 +209,7 @@ def test_unfrozen_tensors_keep_their_bits_until_then(
         assert not np.array_equal(last[name], before[name]), name
 
 
+@pytest.mark.slow
 def test_a_run_until_unfreezing_is_one_with_freeze_and_then_one_without(data: Path, tmp_path: Path) -> None:
     """The reference: two runs, the second of which has the first one's weights and no momentum."""
     keys = {**UNFREEZING, "use_momentum": False, "lr_policy": "step", "lr_step": []}

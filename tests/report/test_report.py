@@ -376,6 +376,7 @@ def test_of_a_start_that_several_hosts_of_one_folder_logged_the_log_of_host_0_co
     assert repr(read_run(run)) == repr(whole)
 
 
+@pytest.mark.slow
 def test_a_log_that_can_not_be_read_is_named_beside_what_is_shown(run: Path) -> None:
     whole = report(run).words
     (run / "host1.jsonl").mkdir()

@@ -459,6 +459,7 @@ def test_close_in_another_thread_waits_for_the_call(two_ranks: None) -> None:
     assert found == [4]
 
 
+@pytest.mark.slow
 def test_blocks_of_threads_have_numbers_of_their_own(two_ranks: None) -> None:
     made: list[list[Any]] = [[] for _ in range(4)]
 
@@ -482,6 +483,7 @@ def test_blocks_of_threads_have_numbers_of_their_own(two_ranks: None) -> None:
             assert f(data) == 3 * (100 * place + i)
 
 
+@pytest.mark.slow
 def test_an_error_without_text_that_cannot_be_pickled_is_an_error_like_others(two_ranks: None) -> None:
     g, f = distributed(unspeakable, total)
     with pytest.raises(RuntimeError, match="Unspeakable: its text can't be had"):
@@ -499,6 +501,7 @@ def test_a_stop_iteration_is_an_error_like_others(two_ranks: None) -> None:
     assert f(np.ones(4)) == 4
 
 
+@pytest.mark.slow
 def test_an_error_of_another_rank_changes_no_class_of_the_program(two_ranks: None) -> None:
     state = {"factor": 1}
 
@@ -550,6 +553,7 @@ def test_a_child_that_a_worker_forks_within_a_callable_does_not_answer(two_ranks
         assert f(np.full(4, number)) == 4 * number
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_lost_before_its_children_end(two_ranks: None, tmp_path: Path) -> None:
     file, seconds = tmp_path / "pid", limit(10)
 

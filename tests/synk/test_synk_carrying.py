@@ -399,6 +399,7 @@ def test_workers_import_what_the_program_finds_after_fork(
     assert f(np.ones(3)).tolist() == [2] * 3
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_own_copy_of_an_array_in_a_closure() -> None:
     with team(4):
         seen = np.zeros(3)
@@ -455,6 +456,7 @@ def test_a_result_with_gradients_cannot_go_to_the_ranks() -> None:
         assert total(np.ones(6)) == 6
 
 
+@pytest.mark.slow
 def test_a_module_that_was_reloaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "edited.py").write_text("def double(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -536,6 +536,7 @@ def test_hyperparameters_may_be_of_classes_of_the_program(monkeypatch: pytest.Mo
         assert f().tolist() == [kind.value] * 2
 
 
+@pytest.mark.slow
 def test_a_hyperparameter_that_the_program_removes_is_removed_on_all_ranks() -> None:
     net = synk.share(make_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -570,6 +571,7 @@ def test_a_call_with_another_optimizer_of_the_same_name_is_refused() -> None:
     update()
 
 
+@pytest.mark.slow
 def test_a_callable_may_let_a_variable_name_another_optimizer() -> None:
     net = synk.share(make_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -39,6 +39,7 @@ def test_blas_has_its_share_of_the_cores_until_close() -> None:
     assert threads() == before
 
 
+@pytest.mark.slow
 def test_teams_one_after_the_other_cost_no_descriptors_and_values_stay() -> None:
     x, s = pt.vector("x"), pytensor.shared(np.zeros(3), name="s")
     numbers = []
@@ -77,6 +78,7 @@ def test_what_a_program_holds_is_collected_after_its_team() -> None:
     assert left() is None
 
 
+@pytest.mark.slow
 def test_profiles_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with team(3, profile_workers=True, master_rank=1):
