@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,15 +42,11 @@ def facts_of(config: Config, dataset: Dataset) -> Facts:
     packages = {f"version of {name}": version for name, version in versions.of_packages().items()}
     # Devices come before the keys: with global_batch_size, batch_size follows from their number.
     first = {"devices": f"{len(config.devices)} x {'GPU' if devices.on_gpus(config.devices) else 'CPU'}"}
-    sources = {f"source of {name}": digest_of_source(name) for name in _names_of_code(config)}
+    code = filter(None, (config.model, config.loss, config.augmentation))  # may be the user's
+    sources = {f"source of {name}": digest_of_source(name) for name in code}
     data = {"checksum of the data": _digest_of(dataset)}
     exact = _facts_of_rounding(config) if config.logical_ranks else {}
     return dict(json.loads(json.dumps({**first, **keys, **packages, **sources, **data, **exact})))
-
-
-def _names_of_code(config: Config) -> Iterable[str]:
-    """Return the names of the user's network and functions whose files decide what is trained."""
-    return filter(None, (config.model, config.loss, config.augmentation))
 
 
 def _facts_of_rounding(config: Config) -> Facts:

@@ -181,7 +181,7 @@ class Replica(Program, CheckedGradients):
 
     def _warn_of_untrained(self) -> None:
         """Warn, once, of a parameter that has begun to have a gradient: no optimizer has it."""
-        if (name := self.arena.untrained(self.model)) and not self._warned_of_untrained:
+        if not self._warned_of_untrained and (name := self.arena.untrained(self.model)):
             self._warned_of_untrained = True
             self.warn(
                 f"the model's {name} has requires_grad now, and is not trained: it had not when training "

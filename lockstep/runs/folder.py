@@ -24,6 +24,7 @@ file appears by a rename, so a process can be killed at any moment and every nam
 import fcntl
 import itertools
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -45,13 +46,14 @@ from lockstep.runs.dataset_description import check_same_classes, read_descripti
 from lockstep.runs.metrics import has_ended
 from lockstep.runs.network_source import changed_source, keep_source
 from lockstep.runs.receipts import NAME as RECEIPTS
-from lockstep.runs.state import Checkpoint
+from lockstep.runs.state import Checkpoint, position_of
 
 # What to do if a run stopped within an epoch of another dataset: of a folder, and of Python objects.
 _SAME_DATA = (
     "Set data_folder to that dataset, or load_epoch to a complete epoch.",
     "Give the datasets of that run (train_data and val_data, or data), or load_epoch of a complete epoch.",
 )
+_BRANCH = "-from-"  # between the names of a run and of the checkpoint from which another one continues it
 _LOCK_SECONDS = 0.1  # between two looks at another run's lock
 # Keys that may differ between a run and its resumption without a note.
 _FREE_KEYS = {"resume_train", "load_epoch", "run_name", "weights_dir", "n_epochs"}
@@ -143,20 +145,17 @@ def folder_after(folder: Path, name: str) -> Path:
     """
     known = records(folder)
     is_newest = not known or known[-1].stem == name
-    return folder if is_newest else folder.with_name(f"{folder.name}-from-{name}")
+    return folder if is_newest else folder.with_name(f"{folder.name}{_BRANCH}{name}")
 
 
 def _check_is_no_branch(folder: Path) -> None:
     """Raise UserError if a folder without checkpoints was to continue another run."""
-    origin, _, epoch = folder.name.rpartition("-from-epoch_")
-    if (
-        origin
-        and epoch.isdecimal()
-        and Path(folder.parent, origin, "checkpoints", f"epoch_{epoch}.json").exists()
-    ):
+    origin, _, name = folder.name.rpartition(_BRANCH)
+    epoch, position = position_of(name) or (0, 0)
+    if origin and position == math.inf and (folder.parent / origin / "checkpoints" / f"{name}.json").exists():
         raise UserError(
-            f"{folder}: was to continue {origin} after epoch {int(epoch)}, and has saved nothing yet. Begin "
-            f"it again: resume_train=True run_name={origin} load_epoch={int(epoch)}, and its other keys"
+            f"{folder}: was to continue {origin} after epoch {epoch}, and has saved nothing yet. Begin "
+            f"it again: resume_train=True run_name={origin} load_epoch={epoch}, and its other keys"
         )
 
 

@@ -61,7 +61,7 @@ def keep_source(folder: Path, model: str, start: str = "") -> None:
     content = _read(_find_file(modules))
     if content is None:
         return
-    known = _read_copy(folder, modules, start) if start else None
+    known = _read_copy(_copy_of(_folder_of(folder, start), modules)) if start else None
     if known not in (None, content):
         _write_copy(folder / f"{FOLDER}{mark_of(start)}", modules, known)
     for mark in marks_after(folder, FOLDER, start):
@@ -79,10 +79,10 @@ def changed_source(folder: Path, model: str, checkpoint: str) -> str:
     source = _find_file(modules)
     if source is None:
         return ""
-    kept = _read_copy(folder, modules, checkpoint)
+    copy = _copy_of(_folder_of(folder, checkpoint), modules)
+    kept = _read_copy(copy)
     if kept is None or _read(source) in (None, kept):  # an earlier version made no copy
         return ""
-    copy = _copy_of(_folder_of(folder, checkpoint), modules)
     return f"{source}: the file of the network has changed since the run started (its copy: {copy})"
 
 
@@ -101,8 +101,7 @@ def _folder_of(run: Path, checkpoint: str) -> Path:
     return run / f"{FOLDER}{mark_for(run, FOLDER, checkpoint)}"
 
 
-def _read_copy(run: Path, modules: list[str], checkpoint: str) -> bytes | None:
-    copy = _copy_of(_folder_of(run, checkpoint), modules)
+def _read_copy(copy: Path) -> bytes | None:
     try:
         return copy.read_bytes()
     except FileNotFoundError:

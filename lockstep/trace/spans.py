@@ -34,7 +34,8 @@ def trace_of(run: Path) -> ChromeTrace:
         UserError: The run has no trace, or one of its files can't be read.
     """
     folder = run / "trace"
-    found = sorted(folder.glob("*.txt")) if folder.is_dir() else []  # is_dir() names a path that can't be
+    # is_dir() raises OSError for a path that is too long; in Python 3.13, glob() does not.
+    found = sorted(folder.glob("*.txt")) if folder.is_dir() else []
     paths = [path for path in found if path.stem.rpartition(".")[2].isdecimal()]  # others are not a run's
     if not paths:
         raise UserError(f"{run}: has no trace: train with trace=true")
