@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from lockstep.config import Config, Layer, resolve
+from lockstep.config import Config, resolve
 from lockstep.config.tasks import is_multilabel
 from lockstep.data.dataset import open_dataset
 from lockstep.data.description import Description
@@ -110,7 +110,7 @@ def load_trained(run: Path, epoch: int | str) -> Trained:
         UserError: A file is missing or damaged; the message names it.
     """
     chosen, notes = find_checkpoint(run, epoch)
-    config, _ = resolve([Layer(str(chosen.path.with_suffix(".json")), chosen.state.config)])
+    config, _ = resolve([chosen.settings])
     check_importable(run, config.model, chosen.state.name)
     notes += filter(None, [changed_source(run, config.model, chosen.state.name)])
     tensors = checkpoint.load(chosen.path)

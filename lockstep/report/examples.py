@@ -14,7 +14,7 @@ from PIL import Image
 
 from lockstep.backends import backend_of
 from lockstep.comm.messages import Order
-from lockstep.config import Config, Layer, resolve
+from lockstep.config import Config, resolve
 from lockstep.data.dataset import Dataset
 from lockstep.data.randomness import Purpose, generator
 from lockstep.errors import UserError
@@ -88,7 +88,7 @@ def try_examples(checkpoint: Checkpoint, n_images: int) -> Examples:
 
 def _on_cpu(checkpoint: Checkpoint) -> Config:
     """Return the configuration for a single trainer on the CPU."""
-    config, _ = resolve([Layer(str(checkpoint.path.with_suffix(".json")), checkpoint.state.config)])
+    config, _ = resolve([checkpoint.settings])
     return dataclasses.replace(
         config, devices=("cpu",), precision="fp32", cuda_graph=False, exchange="auto", batch_size=_BATCH
     )

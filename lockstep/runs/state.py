@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import Config
+from lockstep.config import Config, Layer
 from lockstep.config.tasks import monitor_in
 from lockstep.runs import versions
 
@@ -142,3 +142,8 @@ class Checkpoint:
 
     path: Path
     state: State
+
+    @property
+    def settings(self) -> Layer:
+        """The settings with which it was trained, as a source of a configuration."""
+        return Layer(str(self.path.with_suffix(".json")), self.state.config)
