@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from campaigns.watching import free_port
 from conftest import ROOT, Program, Running, wait_until
+from descriptors import open_files
 from limits import limit
 from two_hosts import end_well, start, start_one, tensors_of
 
@@ -123,10 +124,10 @@ def test_a_process_that_stands_still_is_recovered_from(program: Program) -> None
 def cut_connections(pid: int, but: int) -> None:
     """Shut down all TCP connections of a process, except those to a port."""
     pidfd = os.pidfd_open(pid)
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        if not os.readlink(path).startswith("socket:"):
+    for number, link in open_files(pid).items():
+        if not link.startswith("socket:"):
             continue
-        descriptor = ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, int(path.name), 0)
+        descriptor = ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, number, 0)
         with socket.socket(fileno=descriptor) as copied:
             if copied.family in (socket.AF_INET, socket.AF_INET6) and copied.type == socket.SOCK_STREAM:
                 with suppress(OSError):  # it listens

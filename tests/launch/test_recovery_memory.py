@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import Program, make_config
+from descriptors import open_files
 from limits import limit
 from saved import assert_same, tensors
 
@@ -222,11 +223,7 @@ def test_a_device_that_a_resize_added_and_that_is_faulty_is_not_started_again(la
 
 def n_memory_files() -> int:
     """Return how many memory files this process has open."""
-    links = []
-    for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the descriptor that lists the folder
-            links.append(os.readlink(path))
-    return sum("memfd:lockstep" in link for link in links)
+    return sum("memfd:lockstep" in link for link in open_files(os.getpid()).values())
 
 
 def test_a_launcher_that_waits_for_a_lost_one_keeps_no_memory_file(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Program, Running, wait_until
+from descriptors import open_sockets
 from limits import limit
 
 from lockstep.comm.pipes import Pipe
@@ -35,19 +36,13 @@ def template_of(running: Running) -> int:
     return pid
 
 
-def sockets_of(pid: int) -> set[str]:
-    """Return the inodes of a process's sockets; each end of a pipe has its own."""
-    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-    return {link for link in links if link.startswith("socket:")}
-
-
 @pytest.mark.slow
 def test_no_process_holds_a_pipe_of_another(program: Program) -> None:
     """A copy of a dead process's pipe would keep its peers from noticing its death."""
     running = program.start(*LONG)
     running.wait_for_text("step 2/6")
     pids = {"launcher": running.process.pid, "template": template_of(running), **running.pids()}
-    sockets = {name: sockets_of(pid) for name, pid in pids.items()}
+    sockets = {name: open_sockets([pid]) for name, pid in pids.items()}  # each end of a pipe has its own
     assert len(sockets["template"]) == 1 and all(sockets.values())
     names = sorted(sockets)
     shared = {(a, b): sockets[a] & sockets[b] for a in names for b in names if a < b}

@@ -7,7 +7,6 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Program, make_config
+from descriptors import open_sockets
 from tiny import fresh, start
 
 from benchmarks import measure
@@ -244,7 +244,7 @@ def test_a_run_is_its_owners_and_opens_no_port(program: Program) -> None:
     try:
         running = program.start("n_epochs=2", "snapshot_freq=1", "trace=true", "report=true")
         running.wait_for_text("step 2/6")
-        inodes = sockets_of([running.process.pid, *running.pids().values()])
+        inodes = open_sockets([running.process.pid, *running.pids().values()])
         assert running.wait() == 0
     finally:
         os.umask(before)
@@ -253,15 +253,6 @@ def test_a_run_is_its_owners_and_opens_no_port(program: Program) -> None:
     written = [path for path in running.run_folder.rglob("*") if path.is_file()]
     assert {"report.html", "epoch_0002.safetensors"} < {path.name for path in written}
     assert [path for path in written if path.stat().st_mode & 0o077] == []
-
-
-def sockets_of(pids: list[int]) -> set[str]:
-    """Numbers of the sockets that are open in processes."""
-    links = []
-    for path in [path for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()]:
-        with suppress(FileNotFoundError):  # closed meanwhile
-            links.append(os.readlink(path))
-    return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
 def sockets_of_the_network() -> set[str]:
@@ -273,7 +264,7 @@ def sockets_of_the_network() -> set[str]:
 
 def test_a_listening_socket_would_be_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)):
-        assert sockets_of([os.getpid()]) & sockets_of_the_network()
+        assert open_sockets([os.getpid()]) & sockets_of_the_network()
 
 
 # -- what other programs get ---------------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """Launchers of several simulated hosts on this machine, each with its own weights_dir, on loopback."""
 
-import os
 import socket
-from contextlib import suppress
 from pathlib import Path
 
 from campaigns.watching import free_port, processes_of_session
 from conftest import Program, Running
+from descriptors import open_sockets
 
 
 def start(
@@ -33,23 +32,14 @@ def start_one(
 
 def listened_on(running: Running) -> set[str]:
     """Return the addresses on which processes of a launcher's session accept connections."""
-    links = {link for pid in processes_of_session(running.process.pid) for link in _links_of(pid)}
+    sockets = open_sockets(processes_of_session(running.process.pid))
     found = set()
     for kind in ("tcp", "tcp6"):
         path = Path(f"/proc/{running.process.pid}/net/{kind}")
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
             words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+            if words[3] == "0A" and words[9] in sockets:
                 found.add(_address_of(words[1].partition(":")[0]))
-    return found
-
-
-def _links_of(pid: int) -> list[str]:
-    found = []
-    with suppress(OSError):  # the process exits at this moment
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                found.append(os.readlink(path))
     return found
 
 

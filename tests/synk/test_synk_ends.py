@@ -16,6 +16,7 @@ import numpy as np
 import pytensor
 import pytest
 from conftest import ROOT, named_memory, processes_of_session, wait_until
+from descriptors import open_sockets
 from limits import limit
 from synk_acts import act_function
 from synk_teams import MODE, team
@@ -376,18 +377,13 @@ def test_two_programs_at_once_open_no_port_and_leave_nothing(start: Callable[...
     wait_until(lambda: not any(program.left() for program in programs), "all processes to be gone", 10)
 
 
-def sockets_in_network(pid: int) -> list[str]:
-    """The descriptors of a process that are TCP or UDP sockets."""
-    inodes = set()
+def sockets_in_network(pid: int) -> set[str]:
+    """Return the inodes of a process's sockets that are of TCP or UDP."""
+    inodes: set[str] = set()
     for table in ("tcp", "tcp6", "udp", "udp6"):
         lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
         inodes |= {line.split()[9] for line in lines}
-    found = []
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(link) if link.is_symlink() else ""
-        if target.startswith("socket:") and target[8:-1] in inodes:
-            found.append(target)
-    return found
+    return open_sockets([pid]) & inodes
 
 
 UNUSUAL = """
