@@ -23,10 +23,9 @@ def classes(run: RunLog) -> str:
     if run.answers is None:
         return ""
     names, metrics = _names(run, run.answers.n_classes), run.answers.by_class()
-    epoch = run.validations[-1].epoch if run.validations else 0
     means = metrics.means()
     text = (
-        f"Validation of epoch {epoch}: macro F1 {means['macro_f1']:.2%}, weighted F1 "
+        f"Validation of epoch {run.classes_epoch}: macro F1 {means['macro_f1']:.2%}, weighted F1 "
         f"{means['weighted_f1']:.2%}, balanced accuracy {means['balanced_accuracy']:.2%}. "
         "A click on a column's head sorts the table."
     )
@@ -41,7 +40,6 @@ def classes(run: RunLog) -> str:
 def _of_labels(run: RunLog) -> str:
     """Return the metrics of each class with `task: multilabel`."""
     names = _names(run, len(run.columns["support"]))
-    epoch = run.validations[-1].epoch if run.validations else 0
     means = [
         f"{title} {value:.2%}"
         for title, key in (
@@ -51,7 +49,8 @@ def _of_labels(run: RunLog) -> str:
         )
         if isinstance(value := run.means.get(key), float)
     ]
-    text = f"Validation of epoch {epoch}: {', '.join(means)}. A click on a column's head sorts the table."
+    text = f"Validation of epoch {run.classes_epoch}: {', '.join(means)}. "
+    text += "A click on a column's head sorts the table."
     return page.section("Classes", page.paragraph(text, "muted"), _table(names, run.columns))
 
 

@@ -48,6 +48,7 @@ class Validation:
         error_top1: None with `task: multilabel`, which has the values below instead.
         label_error: The share of all decisions that are wrong.
         monitored: The values by which the key `monitor` can choose the best epoch, as far as they are known.
+        event: Its line of the log, or the checkpoint's record of it.
     """
 
     epoch: int
@@ -58,6 +59,7 @@ class Validation:
     macro_f1: float | None = None
     label_error: float | None = None
     monitored: dict[str, float] = field(default_factory=dict)
+    event: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,8 +81,9 @@ class RunLog:
     exit_status: dict[str, Any] | None = None
     checkpoint: Checkpoint | None = None
     notes: list[str] = field(default_factory=list)
-    answers: AnswerCounts | None = None  # of the newest validation in the log
-    # with task: multilabel, the newest validation's metrics of each class, and their means
+    classes_epoch: int = 0  # of the newest validation in the log, whose metrics by class follow
+    answers: AnswerCounts | None = None
+    # with task: multilabel, the metrics of each class, and their means
     columns: dict[str, list[float]] = field(default_factory=dict)
     means: dict[str, Any] = field(default_factory=dict)
 
@@ -224,6 +227,8 @@ class _Reading:
                 self._rank_times(event)
             elif kind == "ended":
                 self._run.exit_status = event
+        if self._run.validations:
+            self._take_classes(self._run.validations[-1])
         if self._n_unusable:
             what = f"{self._n_unusable} lines of progress or validation lack the epoch, the step or the error"
             self._run.notes.append(f"{log_of(self._run.folder)}: {what} and were left out")
@@ -286,8 +291,10 @@ class _Reading:
         while self._run.validations and self._run.validations[-1].epoch >= entry.epoch:
             self._run.validations.pop()
         self._run.validations.append(entry)
-        self._run.answers = _answers(event)
-        self._run.columns, self._run.means = _columns(event), _mapping(event.get("means"))
+
+    def _take_classes(self, entry: Validation) -> None:
+        self._run.classes_epoch, self._run.answers = entry.epoch, _answers(entry.event)
+        self._run.columns, self._run.means = _columns(entry.event), _mapping(entry.event.get("means"))
 
     def _rank_times(self, event: dict[str, Any]) -> None:
         times = _epoch_times(event)
@@ -337,7 +344,7 @@ def _validation(values: dict[str, Any]) -> Validation | None:
         return None
     loss, top5 = _number(values, "loss"), _number(values, "error_top5")
     monitored = {name: value for name in HIGHER_IS_BETTER if (value := _number(means, name)) is not None}
-    return Validation(int(epoch), loss, error, top5, monitored=monitored, **of_labels)
+    return Validation(int(epoch), loss, error, top5, monitored=monitored, event=values, **of_labels)
 
 
 def _columns(event: dict[str, Any]) -> dict[str, list[float]]:

@@ -52,3 +52,25 @@ def test_a_log_without_metrics_or_with_damaged_ones_has_no_section(tmp_path: Pat
         assert classes(read_run(tmp_path)) == ""
     (tmp_path / "log.jsonl").write_text(json.dumps({**event, **support, "confusion": [[0, 1, 2]]}) + "\n")
     assert "class 0 taken for class 1: 2 images" in classes(read_run(tmp_path))
+
+
+def test_classes_of_a_validation_that_a_resumed_run_took_back_are_not_shown(tmp_path: Path) -> None:
+    """They stood under the epoch before, until the epoch was validated again."""
+    first, second = (
+        {
+            "event": "validated",
+            "epoch": epoch,
+            "error_top1": 0.5,
+            "classes": {"support": [1, 1]},
+            "confusion": [[0, 1, count]],
+        }
+        for epoch, count in ((1, 11), (2, 22))
+    )
+    progress = {"event": "progress", "epoch": 2, "step": 1, "n_steps": 4, "loss": 1.0}
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(event) + "\n" for event in (first, second)))
+    html = classes(read_run(tmp_path))
+    assert "Validation of epoch 2:" in html and "class 0 taken for class 1: 22 images" in html
+    log.write_text("".join(json.dumps(event) + "\n" for event in (first, second, progress)))
+    html = classes(read_run(tmp_path))
+    assert "Validation of epoch 1:" in html and "class 0 taken for class 1: 11 images" in html
