@@ -299,7 +299,10 @@ def known_labels_of(data: Any, n_items: int, multilabel: bool = False) -> np.nda
         values = getattr(data, name, None)
         if values is None or callable(values):
             continue
-        labels = np.asarray(values)
+        try:
+            labels = np.asarray(values)
+        except (TypeError, ValueError):  # a tensor on a GPU; lists of several lengths
+            continue
         if multilabel:
             if labels.ndim == 2 and len(labels) == n_items and _is_binary(labels):
                 return labels.astype(np.uint8)
