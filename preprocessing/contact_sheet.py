@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from lockstep.report.augmented import in_colors
 from lockstep.text import one_line
 
 _SIDE = 128  # of an image on the sheet
@@ -18,7 +19,7 @@ _BAR_HEIGHT, _MAX_WIDTH = 160, 1200
 
 @dataclass(frozen=True)
 class Sample:
-    """A stored image, uint8 (row, column, 3), the network's input for it, float32, and two lines of text."""
+    """A stored image, uint8 (row, column, channel), the network's float32 input for it, and two lines."""
 
     stored: np.ndarray
     seen: np.ndarray
@@ -72,7 +73,7 @@ def draw_histogram(counts: dict[str, np.ndarray], classes: tuple[str, ...]) -> I
 
 
 def _thumbnail(image: np.ndarray) -> Image.Image:
-    return Image.fromarray(image).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
+    return Image.fromarray(in_colors(image)).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
 
 
 @functools.cache

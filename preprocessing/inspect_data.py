@@ -41,6 +41,7 @@ from lockstep.data.manifest import differing, read_manifest
 from lockstep.errors import UserError
 from lockstep.programs import make_parser, reports_errors
 from lockstep.report.augmented import draw_sheet as draw_augmented_sheet
+from lockstep.report.augmented import in_colors
 from lockstep.text import handle_closed_pipe
 from preprocessing.bars import progress_bar
 from preprocessing.caffe_lists import read_names
@@ -108,7 +109,8 @@ def describe(dataset: Dataset) -> None:
             f"{dataset.n_classes:,} classes"
         )
     channels = ", ".join(f"{value:.2f}" for value in dataset.mean.mean((0, 1)))
-    print(f"mean of red, green, blue: {channels}")
+    what = "red, green, blue" if dataset.image_shape[2] == 3 else "each channel"
+    print(f"mean of {what}: {channels}")
 
 
 def count_by_class(dataset: Dataset, split: Split) -> np.ndarray:
@@ -129,7 +131,7 @@ def title_of(key: str, label: np.ndarray, names: tuple[str, ...]) -> str:
 def draw(dataset: Dataset, words: argparse.Namespace) -> None:
     """Write the three images."""
     out = words.out or words.folder / "inspect"
-    crop = words.crop or dataset.image_shape[0] * 8 // 9
+    crop = words.crop or max(1, min(dataset.image_shape[:2]) * 8 // 9)
     if not 1 <= crop <= min(dataset.image_shape[:2]) or words.images < 2 or words.seed < 0:
         raise UserError("--crop must fit into the images, --images be at least 2, --seed at least 0")
     names = dataset.class_names
@@ -145,7 +147,7 @@ def draw(dataset: Dataset, words: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw_sheet(samples, _COLUMNS).save(out / "contact_sheet.png")
     draw_histogram(counts, names).save(out / "labels.png")
-    Image.fromarray(np.rint(dataset.mean).astype(np.uint8)).save(out / "mean.png")
+    Image.fromarray(in_colors(np.rint(dataset.mean).astype(np.uint8))).save(out / "mean.png")
     print(f"look at {out}/contact_sheet.png, labels.png and mean.png")
 
 
@@ -181,7 +183,7 @@ def take_samples(
         stored = split.image(index)
         corner = [random.integers(margin + 1) if key == "train" else margin // 2 for margin in margins]
         mirror = key == "train" and random.integers(2)
-        seen = np.empty((1, crop, crop, 3), np.float32)
+        seen = np.empty((1, crop, crop, stored.shape[2]), np.float32)
         augmenter.apply(stored[None], np.array([[*corner, int(mirror)]]), seen)
         title = title_of(key, np.asarray(split.labels[index]), names)
         samples.append(Sample(stored, seen[0], title, sources[index] if sources else ""))

@@ -36,12 +36,12 @@ def draw_sheet(config: Config, dataset: Dataset, size: tuple[int, int]) -> Image
     for column, images in enumerate(columns):
         left = _GAP + column * width + (_GAP if column else 0)
         for row, image in enumerate(images):
-            thumbnail = Image.fromarray(_in_colors(image)).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
+            thumbnail = Image.fromarray(in_colors(image)).resize((_SIDE, _SIDE), Image.Resampling.BILINEAR)
             sheet.paste(thumbnail, (left, _GAP + row * width))
     return sheet
 
 
-def _in_colors(image: np.ndarray) -> np.ndarray:
+def in_colors(image: np.ndarray) -> np.ndarray:
     """Return an image of one or three channels; of two or four, the first or the first three."""
     return image[..., :3] if image.shape[2] >= 3 else image[..., 0]
 

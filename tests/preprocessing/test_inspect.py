@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.data import hkl
 from preprocessing import contact_sheet, inspect_data, make_hkl
 from preprocessing.contact_sheet import Sample
 
@@ -73,6 +74,21 @@ def test_a_folder_without_a_manifest(shared_folder: Path, tmp_path: Path, capsys
     assert "n_classes" in capsys.readouterr().err
     assert inspect_data.main([str(shared_folder), "--out", str(tmp_path), "--n_classes", "7"]) == 0
     assert "there are no checksums to compare: 5 good" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(12, 9, 1), (9, 12, 2), (1, 1, 4)])
+def test_images_of_any_shape_and_number_of_channels_are_drawn(shape: tuple[int, ...], tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        images = random.integers(0, 256, (5, *shape), dtype=np.uint8)
+        for name in (f"{split}_hkl", "labels", "misc"):
+            (tmp_path / name).mkdir(exist_ok=True)
+        hkl.write(tmp_path / f"{split}_hkl" / "0000.hkl", images)
+        np.save(tmp_path / "labels" / f"{split}_labels.npy", np.zeros(5, np.int64))
+        np.save(tmp_path / "misc" / "img_mean.npy", images.mean(0))
+    assert inspect_data.main([str(tmp_path), "--n_classes", "1"]) == 0
+    assert Image.open(tmp_path / "inspect" / "mean.png").size == (shape[1], shape[0])
+    assert (tmp_path / "inspect" / "contact_sheet.png").exists()
 
 
 def test_any_text_can_be_drawn() -> None:
