@@ -115,6 +115,8 @@ def bring_newest(rendezvous: Rendezvous, config: Config, shared: bool) -> str:
         _send(rendezvous, mine, folder, receivers, config.timeout)
     elif rendezvous.host in receivers:
         _receive(rendezvous, newest, folder, sender, config.timeout)
+    else:
+        _follow(rendezvous, sender, receivers, config.timeout)
     rendezvous.gather("brought", True, config.timeout)
     names = " and ".join(f"host {host}" for host in receivers)
     return f"host {sender} has the newest checkpoint, {newest.name}, and has sent it to {names}"
@@ -152,18 +154,29 @@ def _send(
         config = saved.read_text(encoding="utf-8") if saved.exists() else ""
         rendezvous.put("record", vars(_Header(state, config, path.stat().st_size)))
         for number, piece in enumerate(_pieces(path)):
-            _await_taken(rendezvous, receivers, number - _AHEAD, seconds)
+            _withdraw(rendezvous, receivers, number - _AHEAD, seconds)
             store.put_bytes(f"piece/{number}", piece)
         n_pieces = -(-path.stat().st_size // PIECE)
-        _await_taken(rendezvous, receivers, n_pieces - 1, seconds)
+        _withdraw(rendezvous, receivers, n_pieces - 1, seconds)
     except OSError as error:
         raise UserError(f"{path}: can't be read: {error.strerror}") from error
 
 
-def _await_taken(rendezvous: Rendezvous, receivers: list[int], number: int, seconds: float) -> None:
+def _withdraw(rendezvous: Rendezvous, receivers: list[int], number: int, seconds: float) -> None:
     """Wait until all receivers have taken a piece, then remove it from the store."""
-    if number < 0:
-        return
+    if number >= 0:
+        _await_taken(rendezvous, receivers, number, seconds)
+        rendezvous.store.remove(f"piece/{number}")
+
+
+def _follow(rendezvous: Rendezvous, sender: int, receivers: list[int], seconds: float) -> None:
+    """Wait, on a host that neither sends nor receives, for as long as pieces are taken in time."""
+    for number in range(-(-_header_of(rendezvous, sender, seconds).size // PIECE)):
+        _await_taken(rendezvous, receivers, number, seconds)
+
+
+def _await_taken(rendezvous: Rendezvous, receivers: list[int], number: int, seconds: float) -> None:
+    """Wait until all receivers have taken a piece."""
     for host in receivers:
         rendezvous.wait(
             lambda host=host: _has_taken(rendezvous.look("taken", host), number),  # type: ignore[misc]
@@ -172,7 +185,6 @@ def _await_taken(rendezvous: Rendezvous, receivers: list[int], number: int, seco
             f"taken piece {number} of the checkpoint",
             _LOOK_SECONDS,
         )
-    rendezvous.store.remove(f"piece/{number}")
 
 
 def _has_taken(n_taken: Any, number: int) -> bool | None:
@@ -180,8 +192,12 @@ def _has_taken(n_taken: Any, number: int) -> bool | None:
     return True if type(n_taken) is int and n_taken > number else None
 
 
+def _header_of(rendezvous: Rendezvous, sender: int, seconds: float) -> _Header:
+    return as_record(_Header, rendezvous.get("record", seconds, sender), sender, "record")
+
+
 def _receive(rendezvous: Rendezvous, newest: Newest, folder: Path, sender: int, seconds: float) -> None:
-    header = as_record(_Header, rendezvous.get("record", seconds, sender), sender, "record")
+    header = _header_of(rendezvous, sender, seconds)
     path = folder / "checkpoints" / f"{newest.name}.safetensors"
     temporary = path.with_name(f".{path.name}.tmp")
     description = temporary.with_suffix(".json")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from two_hosts import end_well, free_port, listened_on, start, start_one, tensor
 
 from lockstep.config import Layer, read_run, resolve, to_yaml
 from lockstep.errors import UserError
+from lockstep.hosts import folders as run_folders
 from lockstep.hosts import heartbeat
 from lockstep.hosts.addresses import listen
 from lockstep.hosts.folders import bring_newest
@@ -308,12 +310,12 @@ def keep_checkpoint(folder: Path, epoch: int, value: float) -> None:
     checkpoint.save(folder, {"weights": torch.full((3_000_000,), value)}, state)
 
 
-def bring(folders: list[Path]) -> list[str | UserError]:
+def bring(folders: list[Path], **values: object) -> list[str | UserError]:
     """Return the line of bring_newest on hosts that have their runs in these folders."""
     found = rendezvous_of(connect_all_hosts(list(range(len(folders))), free_port()))
 
     def of_host(rendezvous: Rendezvous) -> str | UserError:
-        config = make_config(weights_dir=str(folders[rendezvous.host]), run_name="run")
+        config = make_config(weights_dir=str(folders[rendezvous.host]), run_name="run", **values)
         try:
             return bring_newest(rendezvous, config, False)
         except UserError as error:
@@ -342,6 +344,24 @@ def test_the_newest_whole_checkpoint_comes_to_all_who_lack_it(tmp_path: Path) ->
         assert not list(found.path.parent.glob(".*"))
     assert (folders[2] / "run" / "config.yaml").read_text() == "seed: 3"
     assert bring(folders) == ["", "", ""]
+
+
+def test_a_host_that_has_the_checkpoint_waits_for_a_transfer_of_longer_than_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece arrives in time. Host 1 waited `timeout` for all of them, and the start failed."""
+    timeout, take = limit(2), run_folders._take
+
+    def take_slowly(*arguments: Any) -> bytes:
+        time.sleep(timeout / 5)
+        return take(*arguments)
+
+    monkeypatch.setattr(run_folders, "PIECE", 1 << 20)  # 12 of them
+    monkeypatch.setattr(run_folders, "_take", take_slowly)
+    for name in "ab":
+        keep_checkpoint(tmp_path / name / "run", 2, 1.0)
+    said = bring([tmp_path / name for name in "abc"], timeout=timeout)
+    assert said == ["host 0 has the newest checkpoint, epoch_0002, and has sent it to host 2"] * 3
 
 
 def test_different_checkpoints_of_one_moment_are_of_different_runs(tmp_path: Path) -> None:
