@@ -32,6 +32,8 @@ SHIPPED = program_folder() / "config.yaml"  # the defaults that users see
 # nesting.
 _YAML_ERRORS = (yaml.YAMLError, ValueError, AttributeError, OverflowError, RecursionError)
 DATASET_PATHS = ("data_folder", "train_folder", "val_folder", "label_folder", "mean_file")
+# Keys of a start of a run and of its host, which a run's config.yaml does not bring to another start.
+_OF_A_START = ("load_epoch", "n_hosts", *OWN_KEYS)
 _MOST_VALUES = 100_000  # in a file, with its aliases expanded
 
 
@@ -139,9 +141,14 @@ def of_any_place(layer: Layer, hosts: int = 1) -> Layer:
         layer: A run's settings.
         hosts: As for `read_run`.
     """
-    dropped = {"load_epoch", "n_hosts", *OWN_KEYS, *(() if hosts > 1 else NETWORK_KEYS)}
+    dropped = {*_OF_A_START, *(() if hosts > 1 else NETWORK_KEYS)}
     values = {key: value for key, value in layer.values.items() if key not in dropped}
     return Layer(layer.source, values)
+
+
+def of_this_start(layer: Layer) -> Layer:
+    """Return the keys of config.yaml that count even where a run's own file replaces it."""
+    return Layer(layer.source, {key: layer.values[key] for key in _OF_A_START if key in layer.values})
 
 
 def read_command_line(arguments: list[str]) -> Layer:

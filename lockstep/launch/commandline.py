@@ -10,7 +10,7 @@ from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.config.hosts import torchrun_keys
-from lockstep.config.layers import with_absolute_paths
+from lockstep.config.layers import of_this_start, with_absolute_paths
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.files import refusing_unusable_paths, working_directory
@@ -29,7 +29,8 @@ class Arguments:
     Attributes:
         config: The configuration so far. A run to resume may still have to come from another host.
         notes: Lines for the user.
-        overrides: The layers above the configuration file, lowest first.
+        overrides: The layers above the configuration file, lowest first: its keys that a run to resume does
+            not replace, the spec, torchrun's variables, the command line.
         names_config: Whether the command line names a configuration file.
     """
 
@@ -66,6 +67,7 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
     layers.append(Layer("torchrun", torchrun_keys(os.environ, overrides.values)))
     layers.append(overrides)
     base = configuration.read_yaml(arguments.config or default_config(standard.parent))
+    layers.insert(0, of_this_start(base))
     if overrides.values.get("resume_train") and not arguments.config:
         base = _of_run_to_resume(base, layers)
     config, notes = configuration.resolve([base, *layers])

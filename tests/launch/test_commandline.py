@@ -65,6 +65,30 @@ def test_a_run_that_began_at_a_checkpoint_of_a_run_with_a_long_name_is_resumed(
         assert resumed(monkeypatch, *words) == (Path("runs", name), 5)
 
 
+@pytest.mark.parametrize("where", ["command line", "config.yaml"])
+def test_a_resumed_run_has_the_hosts_and_the_epoch_of_config_yaml(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    """The run's own file brings none. Each host resumed the run alone, and from the newest checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("runs/a"), "n_epochs: 5\nnetwork: gloo\nload_epoch: 7\nhost_rank: 0", age=10)
+    keys = {"n_hosts": 2, "host_rank": 1, "rendezvous": "10.0.0.1:29500", "rejoin_seconds": 60.0}
+    words = ["resume_train: auto", "run_name: a"]
+    lines = [f"{key}: {value}" for key, value in keys.items()] + (words if where == "config.yaml" else [])
+    Path("config.yaml").write_text("\n".join([*lines, "n_epochs: 3"]))
+    given = [] if where == "config.yaml" else [word.replace(": ", "=") for word in words]
+    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]", *given])
+    arguments = commandline.parse_arguments("", ROOT / "config.yaml")
+    config, _ = commandline.complete_config(arguments)
+    for key, value in keys.items():
+        assert getattr(arguments.config, key) == getattr(config, key) == value
+    assert (config.n_epochs, config.network, config.load_epoch) == (5, "gloo", "latest")
+    Path("config.yaml").write_text("load_epoch: 3")
+    monkeypatch.setattr(sys, "argv", ["train.py", "devices=[cpu]", "resume_train=true", "run_name=a"])
+    config, _ = commandline.complete_config(commandline.parse_arguments("", ROOT / "config.yaml"))
+    assert (config.n_epochs, config.load_epoch, config.n_hosts) == (5, 3, 1)
+
+
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_a_run_without_its_settings_is_begun_anew_only_without_a_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_checkpoint: bool
