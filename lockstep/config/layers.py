@@ -173,7 +173,7 @@ def read_command_line(arguments: list[str]) -> Layer:
 
 
 def _read_value(key: str, text: str) -> Any:
-    """Return the value of `key`. A key of texts takes what is no YAML, and numbers and dates, as they are."""
+    """Return the value of `key`. A key of texts takes all but lists, mappings, null and quotes as it is."""
     is_text = typing.get_type_hints(Config).get(key) in (str, str | None)
     try:
         value = _load(text)
@@ -181,7 +181,8 @@ def _read_value(key: str, text: str) -> Any:
         if is_text:  # the brackets of an IPv6 address begin a list in YAML
             return text
         raise UserError(f"{COMMAND_LINE}: {f'{key}={text}'!r}: the value can't be read") from error
-    return text if is_text and not isinstance(value, str | list | dict | None) else value
+    is_plain = not text.lstrip().startswith(("'", '"')) and not isinstance(value, list | dict | None)
+    return text.strip() if is_text and is_plain else value
 
 
 def _as_key(option: str, text: str) -> str:

@@ -327,6 +327,13 @@ def test_a_key_of_texts_takes_a_number_or_date_of_the_command_line_as_it_is(text
     assert config.run_name == text and config.cache_folder is None
 
 
+@pytest.mark.parametrize("text", ["data/set #2", "&a b", "--- a", "a\tb", "'data/set' #2"])
+def test_a_path_of_the_command_line_is_not_cut_as_yaml_would_cut_it(text: str) -> None:
+    """A run took data/set in the place of 'data/set #2'. Quotes are YAML's, as in a file."""
+    config, _ = resolve([read_command_line([f"data_folder={text}"])])
+    assert config.data_folder == (text if text[0] != "'" else "data/set")
+
+
 def test_of_a_key_given_twice_the_last_one_counts_with_a_note() -> None:
     config, notices = resolve([read_command_line(["batch_size=1", "seed=3", "batch_size=2"])])
     assert config.batch_size == 2 and config.seed == 3
