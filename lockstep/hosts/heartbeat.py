@@ -158,13 +158,13 @@ class Heartbeat:
                     return
 
     def end_now(self, code: int, failure: str) -> None:
-        """Do as `end`, from a signal's handler, and return soon.
+        """Do as `end`, from a signal's handler, and return soon: host 0, when the others have read it.
 
         It polls: the main thread may hold a lock that a condition or an event would wait for.
         """
         self._unsent["end"] = exit_record(code, failure)
-        deadline = time.monotonic() + 2 * LIFE_SECONDS
-        while self._unsent and time.monotonic() < deadline:
+        deadline = time.monotonic() + 3 * LIFE_SECONDS
+        while not self._may_leave() and time.monotonic() < deadline:
             time.sleep(_INTERRUPT_SECONDS)
 
     def leave(self) -> None:

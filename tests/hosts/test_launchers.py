@@ -147,6 +147,19 @@ def test_a_host_that_is_stopped_before_it_trains_tells_the_others() -> None:
     lives[0].leave()
 
 
+def test_host_0_that_is_stopped_before_it_trains_leaves_when_the_others_know() -> None:
+    """Its store ends with it: the others took it for a launcher that was killed, and waited for it."""
+    here, there = rendezvous_of(connect_all_hosts([0, 1], free_port()))
+    first = Heartbeat(here, lambda: "its dataset", limit(60))
+    time.sleep(heartbeat.LIFE_SECONDS / 2)
+    second = Heartbeat(there, lambda: "its dataset", limit(60))
+    first.end_now(143, "host 0: was stopped as asked, before training")
+    problem = second.problem()
+    assert problem and problem.code == 143
+    second.leave()
+    first.leave()
+
+
 def test_a_host_that_does_not_write_waits_for_the_end_of_the_host_that_writes_for_it() -> None:
     """The failure of a third host ends no wait."""
     config, found = make_config(timeout=limit(60)), rendezvous_of(connect_all_hosts([0, 1, 2], free_port()))
