@@ -172,11 +172,12 @@ class MultiHost(SingleHost):
         self.writes = True
 
     def bring_checkpoint(self, config: Config) -> list[str]:
-        values = self.rendezvous.gather("resume_train", str(config.resume_train), self._timeout)
-        for host, value in enumerate(values):
-            if value != values[0]:
-                text = f"{one_line(values[0])} on host 0, {one_line(value)} on host {host}"
-                raise UserError(f"resume_train: {text}")
+        for key in ("run_name", "resume_train"):  # before a host gets the checkpoint of another run
+            values = self.rendezvous.gather(key, str(getattr(config, key)), self._timeout)
+            for host, value in enumerate(values):
+                if value != values[0]:
+                    text = f"{one_line(values[0])} on host 0, {one_line(value)} on host {host}"
+                    raise UserError(f"{key}: {text}")
         shared = folders.is_shared(self.rendezvous, Path(config.weights_dir), self._timeout)
         self.writes = not shared
         notes = ["weights_dir is shared with host 0, which writes there for all hosts"] if shared else []

@@ -29,7 +29,7 @@ from lockstep.hosts.rendezvous import Rendezvous, join_rendezvous, serve
 from lockstep.hosts.store import HostFailed, HostLost, Store
 from lockstep.launch.hosting import MultiHost, SingleHost
 from lockstep.runs import checkpoint
-from lockstep.runs.checkpoint_files import find_checkpoint
+from lockstep.runs.checkpoint_files import find_checkpoint, records
 from lockstep.runs.state import State
 from lockstep.signals import Interrupts
 
@@ -375,6 +375,26 @@ def test_a_host_that_has_the_checkpoint_waits_for_a_transfer_of_longer_than_time
         keep_checkpoint(tmp_path / name / "run", 2, 1.0)
     said = bring([tmp_path / name for name in "abc"], timeout=timeout)
     assert said == ["host 0 has the newest checkpoint, epoch_0002, and has sent it to host 2"] * 3
+
+
+def test_no_host_gets_a_checkpoint_of_a_run_of_another_name(tmp_path: Path) -> None:
+    """Names were compared after the transfer: a mistyped one left a foreign checkpoint in that run."""
+    keep_checkpoint(tmp_path / "a" / "one", 2, 1.0)
+    keep_checkpoint(tmp_path / "b" / "two", 1, 2.0)
+
+    def of_host(rendezvous: Rendezvous) -> str:
+        place, name = (("a", "one"), ("b", "two"))[rendezvous.host]
+        config = make_config(weights_dir=str(tmp_path / place), run_name=name, resume_train=True)
+        host = MultiHost(rendezvous, config, Interrupts())
+        with pytest.raises(UserError) as error:
+            host.bring_checkpoint(config)
+        host.abandon()
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(of_host, rendezvous_of(connect_all_hosts([0, 1], free_port()))))
+    assert said == ["run_name: one on host 0, two on host 1"] * 2
+    assert [path.stem for path in records(tmp_path / "b" / "two")] == ["epoch_0001"]
 
 
 def test_different_checkpoints_of_one_moment_are_of_different_runs(tmp_path: Path) -> None:
