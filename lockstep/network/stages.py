@@ -236,3 +236,20 @@ def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
             "whole names, such as layer1.*"
         )
     return matching
+
+
+def protect_group_norms(model: nn.Module) -> None:
+    """Have group norms on CPUs take images without a gradient, as behind frozen layers, channels first.
+
+    If they are channels last, torch's backward pass writes the gradient that nobody needs to address 0.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.register_forward_pre_hook(_channels_first)
+
+
+def _channels_first(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return a norm's images channels first: in a copy, as those of one channel or one pixel are both."""
+    if not arguments or arguments[0].requires_grad or not arguments[0].is_cpu or not torch.is_grad_enabled():
+        return None
+    return arguments[0].clone(memory_format=torch.contiguous_format), *arguments[1:]

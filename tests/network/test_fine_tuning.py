@@ -77,6 +77,17 @@ def test_the_rest_trains_exactly_on_any_number_of_trainers(data: Path, tmp_path:
     assert_same(train(3, data, tmp_path / "broken", start=newest(tmp_path / "broken"), **keys), three)
 
 
+def test_a_group_norm_behind_frozen_layers_takes_the_step_that_it_takes_behind_trained_ones(
+    data: Path, tmp_path: Path
+) -> None:
+    """Without a copy of the images, torch's backward pass kills the trainers by SIGSEGV."""
+    keys = {"model": "small_networks:GroupNormed", "n_epochs": 1, "global_batch_size": 38}  # a single step
+    frozen, free = (train(2, data, tmp_path / str(len(f)), freeze=f, **keys) for f in (["conv.*"], []))
+    for name in ("norm.weight", "norm.bias", "fc.weight"):
+        assert np.allclose(frozen[f"weights/{name}"], free[f"weights/{name}"], rtol=1e-12, atol=0)
+    assert not np.array_equal(frozen["weights/conv.weight"], free["weights/conv.weight"])
+
+
 @pytest.mark.slow
 def test_parts_have_the_same_bits(data: Path, tmp_path: Path) -> None:
     keys = {

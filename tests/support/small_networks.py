@@ -33,6 +33,14 @@ class TwoHeads(nn.Module):
         return (self.fc(x), self.aux(x)) if self.training else self.fc(x)
 
 
+class GroupNormed(TwoHeads):
+    """TwoHeads with a group norm behind its convolution."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        self.norm = nn.GroupNorm(2, 8)
+
+
 class SmoothNet(smallnet.Model):
     """smallnet with tanh instead of ReLU and average instead of maximum pooling."""
 
