@@ -198,7 +198,7 @@ def check_shares(model: nn.Module, config: Config, images: torch.Tensor, lengths
     Raises:
         UserError: Such a layer would get a share of one image. torch would raise a ValueError at that step.
     """
-    n_shares = config.logical_ranks or config.n_trainers
+    n_shares = 1 if config.sync_batch_norm else config.logical_ranks or config.n_trainers
     size = config.global_batch_size or config.batch_size * config.n_trainers
     ends = [(min(n, size), n % size) for n in lengths]
     small = [n for both in ends for n in both if 0 < n < 2 * n_shares]  # one image for some
@@ -206,7 +206,8 @@ def check_shares(model: nn.Module, config: Config, images: torch.Tensor, lengths
     if not layers:
         return
     kind = "logical ranks" if config.logical_ranks else "trainers"
-    takers = f"{n_shares} {kind}" if n_shares > 1 else "a trainer"
+    one = "all trainers" if config.sync_batch_norm else "a trainer"
+    takers = f"{n_shares} {kind}" if n_shares > 1 else one
     cure = "Choose another batch_size or global_batch_size, so that no share is a single image"
     if config.logical_ranks is None and config.n_hosts == 1 and min(small) > 1:
         cure += ", or set sync_batch_norm: true, which takes the statistics of all trainers"

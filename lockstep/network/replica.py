@@ -152,7 +152,7 @@ class Replica(Program, CheckedGradients):
         self._weights_changed()
         self.optimizer.set_learning_rate(learning_rate)
         self.arena.bind(self.model)
-        if not self._statistics and not self._checked_shares:
+        if not self._checked_shares:
             self._frozen.begin_epoch(self._config.n_epochs)  # whatever trains at last is checked at first
             self._frozen.begin_training(self.model)
             images = self.arena.flat.new_zeros((1, self._n_channels, *self.crop_size))

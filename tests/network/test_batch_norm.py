@@ -128,6 +128,8 @@ def test_a_single_image_for_batch_normalisation_is_refused_before_the_start(
     assert "set sync_batch_norm: true, which" in refused.last_line() and "Traceback" not in refused.output()
     assert "epoch 1 step 1" not in refused.output()
     program.run(*words, "sync_batch_norm=true", name="over_all")
+    refused = program.run(*words, "sync_batch_norm=true", "batch_size=17", code=2, name="one_over_all")
+    assert "of 35 training images a minibatch of 1 is left for all trainers" in refused.last_line()
     program.run(*words, "batch_size=16", name="one", devices="[cpu]")
 
 
@@ -139,6 +141,8 @@ def test_a_single_image_for_batch_normalisation_is_refused_before_the_start(
         (32, {"batch_size": 8}, False),
         (34, {"batch_size": 8}, True),  # one each
         (33, {"batch_size": 8}, True),
+        (34, {"batch_size": 8, "sync_batch_norm": True}, False),
+        (33, {"batch_size": 8, "sync_batch_norm": True}, True),  # a variance of 0 for all, not an unknown one
         (33, {"batch_size": 16, "devices": ["cpu"]}, True),
         (34, {"batch_size": 16, "devices": ["cpu"]}, False),
         (64, {"batch_size": 1}, True),
