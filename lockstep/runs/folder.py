@@ -91,12 +91,13 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
     """
     parent = Path(config.weights_dir)
     if not config.resume_train:
+        notes = _notes_on_pretrained(config, class_names)
         if config.run_name:
             folder = parent / config.run_name
             _make_folder(folder)
         else:
             folder = make_folder_named_by_time(parent, config.model)
-        return RunFolder(folder, None, [], _lock_new(folder))
+        return RunFolder(folder, None, notes, _lock_new(folder))
     folder = folder_to_resume(config)
     if not records(folder) and config.load_epoch == "latest":
         _check_is_no_branch(folder)
@@ -116,6 +117,28 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
         notes.append(f"{folder} has newer checkpoints; this run goes to {branch}")
         return RunFolder(branch, start, notes, _lock(branch))
     return RunFolder(folder, start, notes, lock)
+
+
+def _notes_on_pretrained(config: Config, class_names: Sequence[str]) -> list[str]:
+    """Return a note if a new run takes the last layer of a run whose classes have other names.
+
+    Raises:
+        UserError: It would continue the training of that run (`pretrained_part: whole`).
+    """
+    if config.pretrained is None or config.new_head:
+        return []
+    path = Path(config.pretrained)
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path
+    if not (folder / "checkpoints").is_dir():
+        return []
+    try:
+        if description := read_description(folder):
+            check_same_classes(class_names, config.data or config.data_folder, description, folder)
+    except UserError as error:
+        if config.pretrained_part == "whole":
+            raise
+        return [f"{error} new_head: true begins a last layer for other classes."]
+    return []
 
 
 def log_name(host: int) -> str:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from conftest import make_config
 
 from lockstep.data.description import Description
 from lockstep.errors import UserError
 from lockstep.runs.dataset_description import check_same_classes, read_description, write_description
+from lockstep.runs.folder import open_run
 
 
 def test_a_kept_description_ends_with_the_checkpoints_that_it_is_for(tmp_path: Path) -> None:
@@ -73,3 +76,26 @@ def test_names_of_classes_outlast_data_without_names(tmp_path: Path) -> None:
         assert known and known.class_names == ("a", "b")
     with pytest.raises(UserError, match="data: class 0 is 'b', and 'a' in the training data of"):
         check_same_classes(("b", "a"), "data", known, tmp_path)
+
+
+def test_a_run_that_takes_weights_for_classes_of_other_names_says_so(tmp_path: Path) -> None:
+    """Continuing a training with them (`pretrained_part: whole`) is refused, as resuming is."""
+    origin = tmp_path / "origin"
+    checkpoint = origin / "checkpoints" / "epoch_0001.safetensors"
+    checkpoint.parent.mkdir(parents=True)
+    write_description(origin, Description(("a", "b"), np.zeros((2, 2, 3), np.float32), "squash", "ignore"))
+
+    def notes(*names: str, **keys: Any) -> list[str]:
+        run = open_run(make_config(weights_dir=str(tmp_path), **keys), 8, class_names=names)
+        run.lock.close()
+        return run.notes
+
+    for weights in (str(origin), str(checkpoint)):
+        (note,) = notes("b", "c", pretrained=weights)
+        assert "class 0 is 'b', and 'a' in the training data of" in note and "new_head: true" in note
+        assert notes("a", "b", pretrained=weights, pretrained_part="whole") == []
+        with pytest.raises(UserError, match="class 0 is 'b', and 'a' in the training data of"):
+            notes("b", "c", pretrained=weights, pretrained_part="whole", run_name="whole")
+    assert not (tmp_path / "whole").exists()
+    assert notes("b", "c", pretrained=str(origin), new_head=True) == []
+    assert notes("b", "c", pretrained=str(tmp_path / "net.pth")) == []
