@@ -135,7 +135,7 @@ def test_classes_and_labels_are_found_where_libraries_have_them() -> None:
     labels = known_labels_of(folder, 3)
     assert labels is not None and labels.tolist() == [0, 1, 1] and labels.dtype == np.int64
     assert known_labels_of(folder, 4) is known_labels_of([], 0) is None
-    boxes = SimpleNamespace(targets=[[1], [1, 2]], labels=[3, 4])  # as of detection, where they are no classes
+    boxes = SimpleNamespace(targets=[[1], [1, 2]], labels=[3, 4])  # of detection
     labels = known_labels_of(boxes, 2)
     assert labels is not None and labels.tolist() == [3, 4]
 
