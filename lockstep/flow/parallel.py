@@ -26,6 +26,7 @@ from lockstep.flow.engine import engine_of, in_dry_run, next_number
 from lockstep.flow.feeds import Feed, batch_names, split_feed
 from lockstep.flow.graph import check_not_ending
 from lockstep.flow.lanes import OperationError
+from lockstep.flow.made import check_tables
 from lockstep.flow.merge import Bits, GradientMerger
 from lockstep.flow.program import CapturedProgram
 from lockstep.flow.replicas import Buckets, MakeOptimizer, load_all, make_replicas
@@ -327,12 +328,13 @@ class ParallelExecutor:
         rank = 0 if self._processes is None else self._processes.rank
         with _CAPTURING, _recording(self, self._seed + rank * _SEEDS_APART):
             prepare(shares)
-            return capture(partial(_record, record, shares), *inputs)
+            made = capture(partial(_record, record, shares), *inputs)
+        check_tables([self._replicas[share.device] for share in shares])
+        return made
 
     def _wait(self) -> None:
-        for replica in self._replicas:
-            for array in replica.variables().values():
-                array.wait()
+        for array in [array for replica in self._replicas for array in replica.variables().values()]:
+            array.wait()
 
     def _report_others(self, error: OperationError, first: int) -> None:
         """Report other failures since the operation `first` with an error, which the caller may handle."""
@@ -341,9 +343,8 @@ class ParallelExecutor:
 
     def _returned(self, found: dict[str, list[Any]], fractions: list[float], merge: bool) -> dict[str, Any]:
         if not merge:
-            copies = len(fractions)
             return {
-                name: values * copies if name.endswith(steps.GRAD) else values
+                name: values * len(fractions) if name.endswith(steps.GRAD) else values
                 for name, values in found.items()
             }
         with private.without_modes():  # ordinary tensors, also inside of `with flow.device`

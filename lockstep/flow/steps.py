@@ -3,7 +3,7 @@
 import _thread
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from lockstep.errors import UserError, nearest, warn
 from lockstep.flow import collectives, placement, private
 from lockstep.flow.arrays import Array, array_leaves
 from lockstep.flow.creation import device as on_device
+from lockstep.flow.made import check_made
 from lockstep.flow.merge import GradientMerger
 from lockstep.flow.operations import operation
 from lockstep.flow.replicas import Bucket, Buckets, ModelReplica
@@ -150,7 +151,6 @@ class StepRecorder:
             with on_device(replica.device):
                 dropout.set_keys(replica.dropouts, share.keys)
                 _call_once(replica, self._loss, share.batch, "loss")
-        _check_tables([self._replicas[share.device] for share in shares])
 
     def _own(self, gradients: dict[str, Any], results: dict[str, Any]) -> dict[str, Array]:
         """Return contiguous gradients, each in its own memory, since they are added up in place."""
@@ -230,7 +230,7 @@ class StepRecorder:
         written, what = placement.CONTEXT.program.written(), "loss" if evaluated is None else "function"
         key = "loss" if evaluated is None else evaluated
         for share in shares:
-            _check_made(self._replicas[share.device], written, what)
+            check_made(self._replicas[share.device], written, what)
             self._replicas[share.device].check_undone(placement.CONTEXT.program, what, key)
         own = [self._replicas[share.device].parameters for share in shares]
         first = own[0]  # a loss may write some on a device with more samples only
@@ -376,43 +376,6 @@ def named(returned: Any) -> dict[str, Any]:
         if not isinstance(name, str):
             raise UserError(f"the loss's results have the name {name!r}, which is no text: rename it")
     return results
-
-
-def _check_made(replica: ModelReplica, written: Container[int], what: str) -> None:
-    """Raise UserError if the function has made a parameter, or a buffer that it also writes.
-
-    Nothing merges these, and what the first call of the function wrote into them was not restored. Tables
-    that it makes and only reads are harmless.
-    """
-    own = replica.variables().values()
-    known, memories = {id(array) for array in own}, {id(array.memory) for array in own}
-    for name, parameter in replica.model.named_parameters():
-        if id(parameter) not in known:
-            raise UserError(
-                f"the {what} made the parameter {name}, which no optimizer updates: make it in the model's "
-                "__init__, or call your model once before you make the executor"
-            )
-    for name, buffer in replica.model.named_buffers():
-        memory = id(buffer.memory) if isinstance(buffer, Array) else None
-        if memory in written and memory not in memories:
-            raise UserError(
-                f"the {what} made the buffer {name} and writes it, so what its first call wrote would stay: "
-                "make it in the model's __init__, or call your model once before you make the executor"
-            )
-
-
-def _check_tables(replicas: Sequence[ModelReplica]) -> None:
-    """Raise UserError if a buffer that the loss has made depends on a device's samples: nothing merges it."""
-    known = replicas[0].buffers
-    made: list[dict[str, Any]] = [dict(replica.model.named_buffers()) for replica in replicas]
-    for name in [name for name, buffer in made[0].items() if buffer is not known.get(name)]:
-        arrays = [own[name] for own in made if isinstance(own.get(name), Array)]
-        values = [array.tensor() for array in arrays if array.memory.program is None]
-        if any(each.shape == values[0].shape and not torch.equal(each, values[0]) for each in values[1:]):
-            raise UserError(
-                f"the loss made the buffer {name} from the samples of one device, and others have other "
-                "values: call your model once before you make the executor"
-            )
 
 
 def _check_same(gradients: Gradients) -> None:

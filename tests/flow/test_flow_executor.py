@@ -1499,20 +1499,27 @@ class Lazy(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.inner, self.layer = kind, network(), None
+        self.kind, self.inner, self.layer, self.kept = kind, network(), None, {"mean": None}
         self.register_buffer("mean", None)
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.mean is None:
             self.mean = torch.zeros(6, dtype=torch.float64)
             self.layer = nn.Linear(6, 6).double() if self.kind == "layer" else None
-        if self.kind == "written":
-            self.mean.lerp_(x.detach().mean(0), 0.25)
+        if self.kind == "attribute" and self.kept["mean"] is None:
+            self.kept["mean"] = torch.zeros(6, dtype=torch.float64)
+        if self.kind in ("written", "attribute"):
+            (self.mean if self.kind == "written" else self.kept["mean"]).lerp_(x.detach().mean(0), 0.25)
         return self.inner((self.layer(x) if self.layer else x) - self.mean)
 
 
 @pytest.mark.parametrize(
-    "kind, message", [("written", "made the buffer mean"), ("layer", "made the parameter layer.w")]
+    "kind, message",
+    [
+        ("written", "made the array mean"),
+        ("attribute", "made the array kept"),
+        ("layer", "made the parameter layer.w"),
+    ],
 )
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_a_first_call_makes_and_nothing_merges_is_refused(kind: str, message: str, n: int) -> None:
@@ -1520,7 +1527,7 @@ def test_what_a_first_call_makes_and_nothing_merges_is_refused(kind: str, messag
         for use in (partial(trainer.evaluate, loss), trainer.run, trainer.run):
             with pytest.raises(UserError, match=message):
                 use(batch(8))
-    called = Lazy(kind)
+    called = Lazy("written" if kind == "attribute" else kind)
     called(batch(8)["x"])
     with executor(n, called) as trainer:  # as the message says
         trainer.run(batch(8))
@@ -1545,10 +1552,12 @@ class Initialized(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         if not self.ready and self.what == "replaced":
             self.table = x.detach().mean(0)
+        elif not self.ready and self.what == "attribute":
+            self.own = x.detach().mean(0)
         elif not self.ready:
             getattr(self, self.what).data.copy_(x.detach().mean(0))
         self.ready = True
-        return self.inner(x + self.table - self.shift)
+        return self.inner(x + self.table + getattr(self, "own", 0) - self.shift)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -1564,13 +1573,18 @@ def test_what_only_a_first_call_writes_is_refused(what: str, n: int) -> None:
         torch.testing.assert_close(trainer.run(batch(8))["loss"], expected.detach())
 
 
-def test_a_buffer_that_a_first_call_makes_from_its_samples_is_refused_on_several_devices() -> None:
-    with executor(2, Initialized("replaced")) as trainer:
-        for _ in range(2):
-            with pytest.raises(UserError, match="made the buffer table from the samples"):
-                trainer.run(batch(8))
-    called = Initialized("replaced")
-    expected = loss(Initialized("replaced"), **batch(8))[0].detach()
+@pytest.mark.parametrize("what, name", [("replaced", "table"), ("attribute", "own")])
+def test_an_array_that_a_first_call_makes_from_its_samples_is_refused_on_several_devices(
+    what: str, name: str
+) -> None:
+    with executor(2, Initialized(what)) as trainer:
+        for use in (trainer.run, partial(trainer.evaluate, loss), trainer.run):
+            with pytest.raises(UserError, match=f"made the array {name} from the samples"):
+                use(batch(8))
+    with executor(2, Initialized(what)) as trainer, pytest.raises(UserError, match=f"the array {name} from"):
+        trainer.evaluate(loss, batch(8))
+    called = Initialized(what)
+    expected = loss(Initialized(what), **batch(8))[0].detach()
     with executor(1, called) as trainer:
         torch.testing.assert_close(trainer.run(batch(8))["loss"], expected)
     called(batch(8)["x"])
@@ -1972,7 +1986,7 @@ def test_training_goes_on_after_a_failure_of_a_buffer_that_no_state_has(n: int) 
 def test_an_empty_buffer_that_a_step_fills_and_writes_is_refused(n: int) -> None:
     with (
         executor(n, Averaging(is_late=True), loss=looked_up) as made,
-        pytest.raises(UserError, match="the loss made the buffer centre"),
+        pytest.raises(UserError, match="the loss made the array centre"),
     ):
         made.run({"rows": torch.tensor([0, 1, 2])})
 
