@@ -326,8 +326,7 @@ def _view(
     """Return views of an array. torch's own function computes which part of the memory they are."""
     if kind.composite:  # one like `reshape` makes a view only if it can
         return function._op_dk(_COMPOSITE, *args, **kwargs)
-    if kind.changes_shape:
-        placement.note_place(source)
+    placement.begin_view(kind.name, source, kind.changes_shape)
     made = private.plainly(function._op, *args, **kwargs)
     if kind.changes_shape:
         return source

@@ -72,15 +72,17 @@ class Storage(Variable):
     Attributes:
         program: The program that is being captured, if the memory stands for one of its values.
         copies: Copies in other devices' memories, with the version that they copy.
+        has_views: Whether an array of this memory that needs a gradient has had a view.
     """
 
-    __slots__ = ("cell", "copies", "device", "program")
+    __slots__ = ("cell", "copies", "device", "has_views", "program")
 
     def __init__(self, device: Device, layout: Layout | None, name: str = "", program: Any = None) -> None:
         Variable.__init__(self, name)
         self.device, self.program = device, program
         self.cell = Cell(layout)
         self.copies: dict[Any, tuple[int, Storage]] = {}
+        self.has_views = False
 
 
 class SparseEntries(Storage):
@@ -91,7 +93,7 @@ class SparseEntries(Storage):
     def __init__(self, whole: Storage, cell: Cell) -> None:
         self._whole, self._look_at = whole, whole._look_at
         self.name, self.device, self.program = whole.name, whole.device, whole.program
-        self.cell, self.copies = cell, {}
+        self.cell, self.copies, self.has_views = cell, {}, False
 
     writer = _of_whole("writer")
     readers = _of_whole("readers")

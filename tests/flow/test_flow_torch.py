@@ -46,6 +46,61 @@ def test_writes_to_data_do_not_count_for_backward(device: Cpu) -> None:
     assert torch.equal(weights[0].grad, weights[1].grad.tensor())  # type: ignore[attr-defined]
 
 
+def written_view(x: torch.Tensor) -> torch.Tensor:
+    view = (x * 2)[:3, :3]
+    view.t_()
+    view.mul_(x[1:, :3])
+    return view
+
+
+def view_of_a_transposed_base(x: torch.Tensor) -> torch.Tensor:
+    base = x * 2
+    view = base[:2]
+    base.t_()
+    return view * x[:2]
+
+
+def view_of_a_squeezed_base(x: torch.Tensor) -> torch.Tensor:
+    base = x[None] * 2
+    view = base[0]
+    base.squeeze_(0)
+    return view * x
+
+
+def no_view_before(x: torch.Tensor) -> torch.Tensor:
+    base = (x @ x).t_().unsqueeze_(0)
+    view = (x * 2)[1]
+    view.unsqueeze_(1)
+    return base.mul_(x).squeeze_(0) * view
+
+
+@pytest.mark.parametrize(
+    "function, refused",
+    [
+        (written_view, "t_ of a view"),
+        (view_of_a_transposed_base, "t_ of an array that has views"),
+        (view_of_a_squeezed_base, "squeeze_ of an array that has views"),
+        (no_view_before, ""),
+    ],
+)
+def test_gradients_after_a_shape_has_changed_in_place_are_torchs_or_refused(
+    device: Cpu, function: Callable[[torch.Tensor], torch.Tensor], refused: str
+) -> None:
+    """Torch makes views of a subclass's tensors anew without that change."""
+    given = torch.arange(16.0).view(4, 4)
+    with flow.device(device), torch.no_grad() if refused else contextlib.nullcontext():
+        assert torch.equal(function(flow.array(given)).tensor(), function(given.clone()))  # type: ignore[attr-defined]
+    own, array = given.clone().requires_grad_(), flow.array(given).requires_grad_()
+    function(own).sum().backward()
+    with flow.device(device):
+        if refused:
+            with pytest.raises(UserError, match=refused):
+                function(array)
+        else:
+            function(array).sum().backward()
+            assert array.grad is not None and torch.equal(array.grad.tensor(), own.grad)  # type: ignore[attr-defined,arg-type]
+
+
 def test_arrays_made_in_inference_mode_can_be_written_there(device: Cpu) -> None:
     with torch.inference_mode():
         for data in (torch.ones(3), [1.0, 1.0, 1.0]):
