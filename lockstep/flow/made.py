@@ -33,27 +33,30 @@ def check_made(replica: ModelReplica, written: Container[int], what: str) -> Non
 
 
 def check_tables(replicas: Sequence[ModelReplica]) -> None:
-    """Raise UserError if a function has made an array from a device's samples: nothing merges it."""
+    """Raise UserError if a function has made an array with other values on each device: nothing merges it."""
     made = [_made_arrays(replica.model) for replica in replicas]
-    for name in [name for name, array in made[0].items() if array is not replicas[0].buffers.get(name)]:
+    known = {id(array) for array in replicas[0].variables().values()}
+    for name in [name for name, array in made[0].items() if id(array) not in known]:
         arrays = [own[name] for own in made if name in own]
-        values = [array.tensor() for array in arrays if array.memory.program is None]
-        if any(each.shape == values[0].shape and not torch.equal(each, values[0]) for each in values[1:]):
+        values = [array.tensor().to_dense() for array in arrays if array.memory.program is None]
+        if any(each.shape == values[0].shape and not _are_equal(each, values[0]) for each in values[1:]):
             raise UserError(
-                f"a function made the array {name} from the samples of one device, and others have other "
-                "values: call your model once before you make the executor"
+                f"a function made the array {name} with other values on each device, such as those of its "
+                "samples: call your model once before you make the executor"
             )
 
 
-def _made_arrays(model: nn.Module) -> dict[str, Array]:
-    """Return a model's buffers, and the arrays in other attributes of its modules, by name.
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the elements of two tensors of one shape are equal, or not a number."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
-    Recurrent layers have their parameters in a list as well.
-    """
+
+def _made_arrays(model: nn.Module) -> dict[str, Array]:
+    """Return a model's buffers, and the arrays in other attributes of its modules, by name."""
     return {
         f"{path}.{key}".removeprefix(".") + f"[{n}]" * (n > 0): array
         for path, module in model.named_modules()
         for key, value in [*vars(module).items(), *module._buffers.items()]
-        if key not in ("_parameters", "_buffers", "_flat_weights")
+        if key not in ("_parameters", "_buffers")
         for n, array in enumerate(array_leaves(value))
     }

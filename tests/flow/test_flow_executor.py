@@ -1505,6 +1505,7 @@ class Lazy(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         if self.mean is None:
             self.mean = torch.zeros(6, dtype=torch.float64)
+            self.others = torch.full((6,), torch.nan), torch.eye(2).to_sparse()
             self.layer = nn.Linear(6, 6).double() if self.kind == "layer" else None
         if self.kind == "attribute" and self.kept["mean"] is None:
             self.kept["mean"] = torch.zeros(6, dtype=torch.float64)
@@ -1579,9 +1580,9 @@ def test_an_array_that_a_first_call_makes_from_its_samples_is_refused_on_several
 ) -> None:
     with executor(2, Initialized(what)) as trainer:
         for use in (trainer.run, partial(trainer.evaluate, loss), trainer.run):
-            with pytest.raises(UserError, match=f"made the array {name} from the samples"):
+            with pytest.raises(UserError, match=f"made the array {name} with other values"):
                 use(batch(8))
-    with executor(2, Initialized(what)) as trainer, pytest.raises(UserError, match=f"the array {name} from"):
+    with executor(2, Initialized(what)) as trainer, pytest.raises(UserError, match=f"the array {name} with"):
         trainer.evaluate(loss, batch(8))
     called = Initialized(what)
     expected = loss(Initialized(what), **batch(8))[0].detach()
