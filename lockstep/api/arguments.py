@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from lockstep import objects
-from lockstep.config.layers import DATASET_PATHS
+from lockstep.config.layers import DATASET_PATHS, Dumper
 from lockstep.errors import UserError
 from lockstep.launch import child_main
 from lockstep.objects import Kind
@@ -70,7 +70,9 @@ def _plain_name_of(value: Any) -> str:
 def as_yaml(key: str, value: Any) -> str:
     """Return a key's value as the command line takes it: YAML on one line."""
     try:
-        text = yaml.safe_dump(_plain(value), default_flow_style=True, sort_keys=False, width=float("inf"))
+        text = yaml.dump(
+            _plain(value), Dumper=Dumper, default_flow_style=True, sort_keys=False, width=float("inf")
+        )
     except yaml.YAMLError:
         advice = ". Pass datasets as train_data and val_data" if key == "data" else ""
         raise UserError(

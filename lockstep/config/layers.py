@@ -2,13 +2,14 @@
 
 An unknown key, a value of the wrong type, a key given twice in one file and an impossible combination each
 raise a `UserError` that names the file and the key. The rules of `yaml.safe_load` apply: nothing in a YAML
-file is ever executed.
+file is ever executed. But `1e-8` is a number, as in YAML 1.2.
 """
 
 import dataclasses
 import functools
 import math
 import os
+import re
 import typing
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -66,7 +67,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return number
 
 
+class Dumper(yaml.SafeDumper):
+    """A `yaml.SafeDumper` of what Lockstep reads: texts that look like numbers are quoted."""
+
+
 _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
+_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$", re.ASCII)
+for _each in (_UniqueKeyLoader, Dumper):  # YAML 1.1 asks for a point and a sign: 1.0e-8
+    _each.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 def _load(text: str) -> Any:
@@ -272,7 +280,7 @@ def to_yaml(config: Config) -> str:
         key: list(value) if isinstance(value, tuple) else value
         for key, value in dataclasses.asdict(config).items()
     }
-    return yaml.safe_dump(plain, sort_keys=False)
+    return yaml.dump(plain, Dumper=Dumper, sort_keys=False)
 
 
 def run_to_yaml(config: Config) -> str:

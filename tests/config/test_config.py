@@ -439,17 +439,33 @@ def test_a_number_without_a_point_is_a_number() -> None:
             "seed": st.integers(0, 2**31 - 1),
             "momentum": st.floats(0, 0.999),
             "lr_step": st.lists(st.integers(0, 1000), unique=True).map(sorted),
-            "run_name": st.none() | st.from_regex(r"[a-z_][a-z0-9.+-]{0,20}", fullmatch=True),
+            "run_name": st.none() | st.from_regex(r"([a-z_]|[0-9]+e[0-9])[a-z0-9.+-]{0,20}", fullmatch=True),
             "shuffle": st.sampled_from(["none", "batches", "blocks"]),
             "scale": st.none() | st.floats(0.001, 10) | st.just([0.1, 0.2, 0.3]),
             "subtract_mean": st.sampled_from([None, "image", "channel", "none", [1.0, 2.0, 3.0]]),
-            "model_args": st.dictionaries(st.text("abc", min_size=1), st.integers() | st.booleans()),
+            "model_args": st.dictionaries(
+                st.text("abc", min_size=1),
+                st.integers() | st.booleans() | st.floats(allow_nan=False) | st.text("1e.+-"),
+            ),
         }
     )
 )
-def test_the_saved_configuration_reads_back(values: dict[str, object]) -> None:
+def test_the_saved_configuration_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, object]
+) -> None:
     config, _ = resolve([Layer("test", values)])
-    assert resolve([Layer("saved", yaml.safe_load(to_yaml(config)))])[0] == config
+    saved = tmp_path_factory.getbasetemp() / "saved.yaml"
+    saved.write_text(to_yaml(config))
+    assert resolve([read_yaml(saved)])[0] == config
+    assert resolve([Layer("by PyYAML", yaml.safe_load(to_yaml(config)))])[0] == config
+
+
+@pytest.mark.parametrize("text", ["1e-1", "+1e-01", "1.e-1", "0.001E2", "10e-2"])
+def test_numbers_need_no_point_before_an_exponent(text: str) -> None:
+    words = [f"model_args={{dropout: {text}}}", f"learning_rates={{fc.*: {text}}}", f"run_name={text}"]
+    config, _ = resolve([read_command_line(words)])
+    assert config.model_args == {"dropout": 0.1} and config.learning_rates == {"fc.*": 0.1}
+    assert config.run_name == text
 
 
 def test_the_program_exits_with_2_and_one_line() -> None:
