@@ -224,7 +224,9 @@ class _LinearFunction(torch.autograd.Function):
         else:
             to_weight = (rows.t() @ inputs).to(ctx.weight.dtype)
         needs_x, _, needs_bias, _ = ctx.needs_input_grad
-        to_x = (error @ ctx.operand.to(error.dtype)).to(x.dtype) if needs_x else None
+        # A copy of lower precision has no graph, which the gradient of this gradient needs.
+        weight = ctx.weight if torch.is_grad_enabled() else ctx.operand
+        to_x = (error @ weight.to(error.dtype)).to(x.dtype) if needs_x else None
         return to_x, to_weight, rows.sum(0) if needs_bias else None, None
 
 
