@@ -38,7 +38,7 @@ from lockstep.network.low_precision import LowPrecisionWeights
 from lockstep.network.optimizer import ShardedUpdater, Updater, needs_norms
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import HostStopwatch, Recorder, rounded
-from lockstep.network.stages import Frozen, protect_group_norms, rate_scales, recompute
+from lockstep.network.stages import Frozen, protect_norms, rate_scales, recompute
 from lockstep.network.step_graph import Compiled, StepGraph, why_not_captured
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
@@ -74,7 +74,7 @@ class Replica(Program, CheckedGradients):
         shards_state = rule_of(config) == "gradients"
         self._factored = factored_layers(self.model, config, self.crop_size) if shards_state else []
         self._dropouts = dropout.install(self.model)
-        protect_group_norms(self.model)
+        protect_norms(self.model)
         n_recomputed = recompute(self.model, config.model) if config.recompute else 0
         low = low_precision.keeps_copies(config, self.model)
         self.arena = Arena(

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import Config
 from lockstep.errors import UserError, nearest
 from lockstep.network.dropout import SampleDropout
+from lockstep.network.low_precision import is_transformed
 
 _LISTS = (nn.Sequential, nn.ModuleList)
 _Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # each with its value at some time
@@ -238,14 +240,18 @@ def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
     return matching
 
 
-def protect_group_norms(model: nn.Module) -> None:
-    """Have group norms on CPUs take images without a gradient, as behind frozen layers, channels first.
+def protect_norms(model: nn.Module) -> None:
+    """Have torch's backward passes of norms get the layouts that they compute rightly.
 
-    If they are channels last, torch's backward pass writes the gradient that nobody needs to address 0.
+    On a CPU, that of a group norm writes the gradient that channels-last images behind frozen layers do not
+    need to address 0. That of an instance norm takes a gradient of a single channels-last image for one that
+    is channels first.
     """
     for module in model.modules():
         if isinstance(module, nn.GroupNorm):
             module.register_forward_pre_hook(_channels_first)
+        elif isinstance(module, _InstanceNorm):
+            module.register_forward_hook(_with_gradient_channels_first)
 
 
 def _channels_first(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -253,3 +259,9 @@ def _channels_first(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any,
     if not arguments or arguments[0].requires_grad or not arguments[0].is_cpu or not torch.is_grad_enabled():
         return None
     return arguments[0].clone(memory_format=torch.contiguous_format), *arguments[1:]
+
+
+def _with_gradient_channels_first(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+    """Have the gradient of a norm's output made channels first."""
+    if output.requires_grad and not torch.compiler.is_compiling() and not is_transformed():
+        output.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]

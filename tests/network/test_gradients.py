@@ -99,6 +99,17 @@ class OfOneVector(OneHead):
         return super().forward(images) + self.fc(self.features(images).mean(0))
 
 
+class InstanceNormed(OneHead):
+    """Its instance norm gets a gradient that is channels last, as a convolution makes it."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        self.norm, self.last = nn.InstanceNorm2d(4, affine=True), nn.Conv2d(4, 4, 3, padding=1)
+
+    def features(self, images: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(self.norm(torch.tanh(self.conv(images))))).flatten(1)
+
+
 def expected_gradients(
     model: nn.Module, images: torch.Tensor, labels: torch.Tensor, precision: str
 ) -> dict[str, Any]:
@@ -109,24 +120,25 @@ def expected_gradients(
     return {name: value.grad for name, value in model.named_parameters()}
 
 
-NETWORKS = [Adversarial, Attacked, Penalized, Pruned, Hooked, Transformed, OfOneVector]
+NETWORKS = [InstanceNormed, Adversarial, Attacked, Penalized, Pruned, Hooked, Transformed, OfOneVector]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("n_images", [1, 6])
 def test_gradients_in_the_block_are_torchs(
-    shared_folder: Path, network: type[OneHead], precision: str
+    shared_folder: Path, network: type[OneHead], precision: str, n_images: int
 ) -> None:
     model = f"test_gradients:{network.__name__}"
     replica = make_replica(shared_folder, model=model, precision=precision, **GRADIENTS)
-    plain, batch = network(7), make_batch(0)
+    plain, batch = network(7), make_batch(0, n_images)
     plain.load_state_dict(copy.deepcopy(replica.model.state_dict()))
     images = batch.images * torch.tensor(TwoHeads.input_scale)[:, None, None]
     expected = expected_gradients(plain, images, batch.labels, precision)
     arena = replica.arena
     transport = HostTransport.open(arena.block, "f4", len(arena.flat), Group.on_one_host(0, {}))
     rule = make_rule(replica._config, replica, transport, {})
-    replica.forward_backward(batch, 6, 0, recorder())
+    replica.forward_backward(batch, n_images, 0, recorder())
     rule.end_backward()
     bound = 0.02 if precision == "bf16" else 1e-4
     for name, found in arena.views("gradients", replica._gradients.flat).items():
