@@ -71,6 +71,9 @@ class Updater:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad is not None and parameter in retained:  # not only its layer uses it
                 parameter.grad.add_(retained.pop(parameter))
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():  # a user's hook has put it
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)  # fused steps take one layout
         if self._config.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
         self.inner.step()

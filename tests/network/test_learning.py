@@ -270,6 +270,31 @@ def test_small_networks_learn_ten_pictures(shared_folder: Path, model: str, args
     assert cost < 5 and wrong == 0  # by chance 19.5, and 8 or 9
 
 
+class Masking(TwoHeads):
+    """A network whose user replaces a gradient by one with rows in another order in memory."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        mask = (torch.arange(4 * 27) % 3 > 0).float().view(4, 3, 3, 3)
+
+        def replace(weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            weight.grad = mask * weight.grad
+
+        self.conv.weight.register_post_accumulate_grad_hook(replace)
+
+
+@pytest.mark.parametrize("values", [{}, {"optimizer": "adamw", "rule": "weights"}], ids=["sgd", "adamw"])
+def test_a_gradient_of_another_layout_takes_the_same_step(
+    shared_folder: Path, values: dict[str, Any]
+) -> None:
+    replica = make_replica(shared_folder, model="test_learning:Masking", weight_decay=0.0, **values)
+    before = replica.model.conv.weight.detach().clone()  # type: ignore[union-attr, operator]
+    update(replica, 0)
+    unchanged = replica.model.conv.weight.detach() == before  # type: ignore[union-attr]
+    assert torch.equal(unchanged.reshape(-1), torch.arange(4 * 27) % 3 == 0)
+
+
 def test_a_trainer_without_images_takes_the_step_with_a_gradient_of_zero(shared_folder: Path) -> None:
     values = {"learning_rate": 0.05, "model_args": {"norm": True}}
     replica = make_replica(shared_folder, **values)
