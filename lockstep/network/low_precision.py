@@ -132,17 +132,20 @@ class LowPrecisionWeights:
                     if uses[value] == 1 and not has_hooks(value)
                 ]
                 self._copies |= {value: views[f"copies/{names[value]}"] for value in own}
+        self._versions: dict[torch.Tensor, int] = {}
         self.stale, self.keeps_gradients, self.averaged, self.is_open = True, False, False, False
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.kernel: SgdKernel | None = None
         self._scratch: torch.Tensor | None = None
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight's copy, or the weight if autocast is off or moving averages are bound."""
+        """Return a weight's copy, or the weight if autocast is off, averages are bound, or it has changed."""
         copy = self._copies.get(weight)
         if copy is None or not torch.is_autocast_enabled(self._device) or is_transformed():
             return weight
         if weight.data_ptr() != self._masters[self._spans[weight]].data_ptr():
+            return weight
+        if weight._version != self._versions.get(weight):  # the network has changed it in this forward pass
             return weight
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return copy
@@ -153,7 +156,12 @@ class LowPrecisionWeights:
         """Write the copies before a forward pass, if weights have changed."""
         if self.stale:
             self._flat.copy_(self._masters)
+            self._note_written()
             self.stale = False
+
+    def _note_written(self) -> None:
+        """Note that the copies are those of the weights as they are now."""
+        self._versions = {weight: weight._version for weight in self._copies}
 
     def receive(self, weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
         """Receive a weight's bfloat16 gradient; return the float32 gradient that autograd adds, or None."""
@@ -188,6 +196,7 @@ class LowPrecisionWeights:
             return
         for weight in self._copies.keys() - updated:  # autograd had their gradients
             self._copies[weight].copy_(weight.detach())
+        self._note_written()
 
     def _update(self, weight: torch.Tensor, gradient: torch.Tensor) -> Update:
         if gradient.stride() != weight.stride():

@@ -42,6 +42,15 @@ class UsedTwice(TwoHeads):
         return (logits, self.aux(x)) if self.training else logits
 
 
+class Clamping(TwoHeads):
+    """A network that changes a weight before it uses it."""
+
+    def forward(self, images: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.fc.weight.clamp_(-0.02, 0.02)
+        return super().forward(images)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "averages, without momentum": {"use_momentum": False, "ema_decay": 0.5},
@@ -160,6 +169,22 @@ def test_a_weight_that_more_than_its_layer_uses_takes_one_step(
             update(replica, number)
         ends.append(replica.arena.flat - begin)
     assert torch.allclose(*ends, rtol=0, atol=0.01 * float(ends[1].abs().max()))
+
+
+@pytest.mark.parametrize("values", [{}, {"optimizer": "adamw"}, {"ema_decay": 0.5}], ids=str)
+def test_a_weight_that_the_network_changes_is_used_as_it_is_then(
+    shared_folder: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    ends = []
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(low_precision, "keeps_copies", lambda config, model: False)
+        keys = {"model": "test_low_precision:Clamping", "precision": "bf16", **values}
+        replica = make_replica(shared_folder, **keys)
+        for number in range(3):
+            update(replica, number)
+        ends.append(replica.arena.flat.clone())
+    assert torch.equal(*ends)
 
 
 def test_with_trainers_on_other_hosts_alone_copies_are_made_from_the_mean(shared_folder: Path) -> None:
