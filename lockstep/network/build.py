@@ -7,6 +7,7 @@ are left out only where nothing but the parameters' values depends on them.
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
     if not isinstance(model, nn.Module):
         raise UserError(f"model {config.model}: must make a torch.nn.Module, not {type(model).__name__}")
     _try_out(model, config, n_classes)
+    _check_apart(model, config)
     # The images are channels last too, which is faster on tensor cores.
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
@@ -266,6 +268,31 @@ def _try_out_training(model: nn.Module, images: torch.Tensor) -> None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=()):
         torch.func.functional_call(model.train(), buffers, (images,))
+
+
+def _check_apart(model: nn.Module, config: Config) -> None:
+    """Raise a UserError if a trained parameter has elements in common with another tensor of the model.
+
+    Each tensor gets memory of its own, so the two would no longer change together.
+    """
+    places: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.numel() and tensor.layout is torch.strided:
+            places.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+    for sharing in places.values():
+        for (name, one), (other, two) in itertools.combinations(sharing, 2):
+            if (one.requires_grad or two.requires_grad) and _overlap(one, two):
+                raise UserError(
+                    f"model {config.model}: {other} has the memory of {name}, which it would lose. Use one "
+                    "parameter in both places, or compute one of them from the other in forward."
+                )
+
+
+def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have elements in common."""
+    places = torch.arange(one.untyped_storage().nbytes() // one.itemsize)
+    numbers = (places.as_strided(each.size(), each.stride(), each.storage_offset()) for each in (one, two))
+    return one.itemsize == two.itemsize and bool(torch.isin(*numbers).any())
 
 
 class _SkippedDraws(TorchFunctionMode):

@@ -10,6 +10,7 @@ from conftest import make_config
 from torch import nn
 
 from lockstep.data.dataset import open_dataset
+from lockstep.errors import UserError
 from lockstep.memory.host import HostMemory
 from lockstep.network.build import build_model, make_without_draws
 from lockstep.network.replica import Replica
@@ -142,6 +143,55 @@ def test_what_depends_on_initial_weights_is_made_in_full(make: Callable[[], nn.M
 def test_other_names_and_errors_are_left_to_the_full_construction() -> None:
     assert make_without_draws(Plain, try_out, names_of(Plain) | {"weights/other"}) is None
     assert make_without_draws(RefusesToBeMade, try_out, names_of(Plain)) is None
+
+
+class Tied(nn.Module):
+    """Two fully connected layers, and what the subclass does to their weights."""
+
+    input_size = 8
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(192, 192, bias=False), nn.Linear(192, n_classes)
+        self.third = nn.Linear(192, 192, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Have both layers use one parameter."""
+        self.third.weight = self.first.weight
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.second(self.third(torch.tanh(self.first(images.flatten(1)))))
+        return logits
+
+
+class Transposed(Tied):
+    def tie(self) -> None:
+        self.third.weight.data = self.first.weight.data.t()
+
+
+class HasAView(Tied):
+    def tie(self) -> None:
+        self.register_buffer("row", self.first.weight.data[1])
+
+
+class Halves(Tied):
+    """Two parameters in columns of one tensor, and buffers that are the same."""
+
+    def tie(self) -> None:
+        both = torch.randn(192, 384)
+        self.first.weight.data, self.third.weight.data = both[:, :192], both[:, 192:]
+        self.register_buffer("ones", torch.ones(1).expand(4))
+        self.register_buffer("more", self.ones[1:])
+
+
+def test_parameters_in_the_same_memory_are_refused() -> None:
+    """Each gets memory of its own, so they would not be equal any more."""
+    for network in (Transposed, HasAView):
+        with pytest.raises(UserError, match=r"has the memory of first\.weight"):
+            build_model(make_config(model=f"test_build:{network.__name__}"), 7)
+    for network in (Tied, Halves):
+        build_model(make_config(model=f"test_build:{network.__name__}"), 7)
 
 
 @pytest.mark.parametrize("model", ["smallnet", "resnet20", "alexnet"])
