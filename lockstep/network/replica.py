@@ -318,7 +318,9 @@ class Replica(Program, CheckedGradients):
         if self._statistics:
             self._statistics.counted = False
             dropout.set_keys(self._dropouts, self._batch_keys[:1])
-            outputs = self._forward(batch.images.new_zeros((1, *batch.images.shape[1:])))
+            shape = batch.images.shape[1:]  # not of one value: a network may divide by an image's deviation
+            image = torch.linspace(-1, 1, shape.numel(), device=self.device).view(1, *shape)
+            outputs = self._forward(image.to(batch.images.dtype))
             self._backward(torch.stack([logits.sum() for logits in outputs]).sum() * 0.0)
             self._statistics.counted = True
             return

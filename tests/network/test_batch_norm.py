@@ -64,6 +64,23 @@ def test_batch_normalisation_over_all_has_trainers_without_pictures(tmp_path: Pa
     assert relative_difference(four, one) <= 1e-12
 
 
+class Standardizing(TwoHeads):
+    """It divides each image by its own deviation."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes, norm=True)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        return super().forward(images / images.std((1, 2, 3), keepdim=True))
+
+
+def test_an_image_that_counts_for_nothing_does_so_in_every_network(tmp_path: Path) -> None:
+    data = make_folder(tmp_path / "set", n_train=9, n_val=3)
+    keys = {**SMOOTH, "model": "test_batch_norm:Standardizing", "sync_batch_norm": True}
+    one, two = (train(n, data, tmp_path / str(n), **keys) for n in (1, 2))
+    assert relative_difference(two, one) <= 1e-12
+
+
 @pytest.mark.slow
 def test_batch_normalisation_over_all_in_lower_precision(data: Path, tmp_path: Path) -> None:
     keys = {**SMOOTH, "model_args": {"norm": True}, "sync_batch_norm": True, "double": False}
