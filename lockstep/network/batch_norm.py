@@ -140,6 +140,7 @@ class _Normalise(torch.autograd.Function):
         return y, n, mean, variance
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *errors: torch.Tensor) -> Any:
         """Return the gradients of x, weight and bias.
 
@@ -228,9 +229,11 @@ def _lone_valued(model: nn.Module, images: torch.Tensor) -> list[str]:
         if isinstance(layer, _BatchNorm) and layer.training
     ]
     model.eval()
+    model.training = bool(getattr(model, "aux_weights", ()))  # else it would not call its auxiliary heads
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         with torch.no_grad():
-            model(images)
+            torch.func.functional_call(model, buffers, (images,))
     finally:
         model.train()
         for hook in hooks:

@@ -176,6 +176,26 @@ def test_shares_of_one_image(n_train: int, values: dict[str, Any], refused: bool
     check_shares(nn.Sequential(nn.BatchNorm2d(3)).train(), config, torch.zeros(1, 3, 2, 2), [n_train])
 
 
+class NormInAHead(TwoHeads):
+    """A network of which training alone computes the layer with one value per channel. It counts calls."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__(n_classes)
+        self.aux = nn.Sequential(nn.Linear(512, 4), nn.BatchNorm1d(4), nn.Linear(4, n_classes))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: torch.Tensor) -> Any:
+        self.calls += self.training
+        return super().forward(images)
+
+
+def test_a_share_of_one_image_is_refused_for_an_auxiliary_head_too() -> None:
+    model, config = NormInAHead(7).train(), make_config(batch_size=8)
+    with pytest.raises(UserError, match=r"its aux\.1 can't normalise a single image"):
+        check_shares(model, config, torch.zeros(1, 3, 32, 32), [33])
+    assert all(module.training for module in model.modules()) and model.calls == 0
+
+
 @pytest.mark.parametrize(
     ("position", "n_epochs", "lengths"), [(0, 1, [57]), (24, 1, [33]), (24, 2, [33, 57]), (0, 2, [57, 57])]
 )
