@@ -38,7 +38,13 @@ from lockstep.network.low_precision import LowPrecisionWeights
 from lockstep.network.optimizer import ShardedUpdater, Updater, needs_norms
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import HostStopwatch, Recorder, rounded
-from lockstep.network.stages import Frozen, protect_norms, rate_scales, recompute
+from lockstep.network.stages import (
+    Frozen,
+    protect_group_norms,
+    protect_instance_norms,
+    rate_scales,
+    recompute,
+)
 from lockstep.network.step_graph import Compiled, StepGraph, why_not_captured
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint
@@ -74,7 +80,7 @@ class Replica(Program, CheckedGradients):
         shards_state = rule_of(config) == "gradients"
         self._factored = factored_layers(self.model, config, self.crop_size) if shards_state else []
         self._dropouts = dropout.install(self.model)
-        protect_norms(self.model)
+        protect_instance_norms(self.model)
         n_recomputed = recompute(self.model, config.model) if config.recompute else 0
         low = low_precision.keeps_copies(config, self.model)
         self.arena = Arena(
@@ -152,6 +158,7 @@ class Replica(Program, CheckedGradients):
         self._weights_changed()
         self.optimizer.set_learning_rate(learning_rate)
         self.arena.bind(self.model)
+        protect_group_norms()
         if not self._checked_shares:
             self._frozen.begin_epoch(self._config.n_epochs)  # whatever trains at last is checked at first
             self._frozen.begin_training(self.model)

@@ -6,14 +6,17 @@ parameters. `recompute` runs the stages' forward passes again in the backward pa
 activations (Chen et al. 2016, arXiv 1604.06174).
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.library import Library, get_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.checkpoint import checkpoint
@@ -240,28 +243,42 @@ def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
     return matching
 
 
-def protect_norms(model: nn.Module) -> None:
-    """Have torch's backward passes of norms get the layouts that they compute rightly.
+def protect_instance_norms(model: nn.Module) -> None:
+    """Have the backward pass of instance norms get gradients that are channels first.
 
-    On a CPU, that of a group norm writes the gradient that channels-last images behind frozen layers do not
-    need to address 0. That of an instance norm takes a gradient of a single channels-last image for one that
-    is channels first.
+    On a CPU it takes a gradient of a single channels-last image for one that is channels first.
     """
     for module in model.modules():
-        if isinstance(module, nn.GroupNorm):
-            module.register_forward_pre_hook(_channels_first)
-        elif isinstance(module, _InstanceNorm):
+        if isinstance(module, _InstanceNorm):
             module.register_forward_hook(_with_gradient_channels_first)
-
-
-def _channels_first(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a norm's images channels first: in a copy, as those of one channel or one pixel are both."""
-    if not arguments or arguments[0].requires_grad or not arguments[0].is_cpu or not torch.is_grad_enabled():
-        return None
-    return arguments[0].clone(memory_format=torch.contiguous_format), *arguments[1:]
 
 
 def _with_gradient_channels_first(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
     """Have the gradient of a norm's output made channels first."""
     if output.requires_grad and not torch.compiler.is_compiling() and not is_transformed():
         output.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+
+
+@cache
+def protect_group_norms() -> Library:
+    """Have the backward pass of group norms on CPUs always compute their images' gradient, in this process.
+
+    If nobody needs that gradient, as behind frozen layers, and the images are channels last, torch writes it
+    to address 0.
+
+    Returns:
+        The registration of the new backward pass, which lasts as long as this object.
+    """
+    name = "native_group_norm_backward"
+    kernel = get_kernel(f"aten::{name}", "CPU")
+    registration = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def with_images(keys: Any, *arguments: Any) -> Any:
+        *others, needed = arguments
+        return kernel.call_boxed(keys, *others, [True, *needed[1:]])
+
+    with warnings.catch_warnings(action="ignore"):  # of an overridden kernel
+        registration.impl(  # type: ignore[no-untyped-call]
+            name, with_images, "CPU", with_keyset=True, allow_override=True
+        )
+    return registration

@@ -77,11 +77,13 @@ def test_the_rest_trains_exactly_on_any_number_of_trainers(data: Path, tmp_path:
     assert_same(train(3, data, tmp_path / "broken", start=newest(tmp_path / "broken"), **keys), three)
 
 
+@pytest.mark.parametrize("norm", ["module", "function", "script"])
 def test_a_group_norm_behind_frozen_layers_takes_the_step_that_it_takes_behind_trained_ones(
-    data: Path, tmp_path: Path
+    norm: str, data: Path, tmp_path: Path
 ) -> None:
-    """Without a copy of the images, torch's backward pass kills the trainers by SIGSEGV."""
-    keys = {"model": "small_networks:GroupNormed", "n_epochs": 1, "global_batch_size": 38}  # a single step
+    """Without the gradient of its images, torch's backward pass kills the trainers by SIGSEGV."""
+    network: dict[str, Any] = {"model": "small_networks:GroupNormed", "model_args": {"norm": norm}}
+    keys = {**network, "n_epochs": 1, "global_batch_size": 38}  # a single step
     frozen, free = (train(2, data, tmp_path / str(len(f)), freeze=f, **keys) for f in (["conv.*"], []))
     for name in ("norm.weight", "norm.bias", "fc.weight"):
         assert np.allclose(frozen[f"weights/{name}"], free[f"weights/{name}"], rtol=1e-12, atol=0)
