@@ -70,7 +70,7 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
     make = partial(sources.get(source, partial(_from_module, source)), name, n_classes, config)
     try_out = partial(_try_out, config=config, n_classes=n_classes)
     if loaded and (found := make_without_draws(make, try_out, loaded)) is not None:
-        return found.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return found._apply(_channels_last)
     try:
         model = make()
     except UserError:
@@ -85,7 +85,12 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
     _try_out(model, config, n_classes)
     _check_apart(model, config)
     # The images are channels last too, which is faster on tensor cores.
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+    return model._apply(_channels_last)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor channels last if it has four dimensions. `nn.Module.to` fails at those of five."""
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _advice(error: Exception) -> str:

@@ -66,6 +66,12 @@ class Headed(nn.Module):
         logits = self.fc(x.mean((2, 3)))
         return (logits, self.aux(x)) if self.training else logits
 
+class Volumes(nn.Sequential):
+    input_size = 8
+    def __init__(self, n_classes):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.Unflatten(1, (1, 4)), nn.Conv3d(1, 2, 3), nn.Flatten(),
+                         nn.Linear(64, n_classes))
+
 class BadMean(Sizeless):
     input_size = 32
     input_mean = (1, 2)
@@ -136,6 +142,17 @@ def test_trying_auxiliary_heads_changes_no_statistics_and_no_random_numbers(pack
     fresh = type(built)(7)
     assert torch.equal(draws, torch.rand(3)) and built.training
     assert all(torch.equal(built.state_dict()[name], value) for name, value in fresh.state_dict().items())
+
+
+def test_weights_of_five_dimensions_stay_as_they_are_and_those_of_four_become_channels_last(
+    package: Path,
+) -> None:
+    config = make_config(model="mypackage.mymodule:Volumes")
+    drawn = build_model(config, 7)
+    names = [f"weights/{name}" for name, _ in drawn.named_parameters()]
+    for model in (drawn, build_model(config, 7, names)):
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        assert model[2].weight.is_contiguous() and model[2].weight.shape == (2, 1, 3, 3, 3)
 
 
 def test_a_module_that_does_not_import_is_named(package: Path) -> None:
