@@ -76,11 +76,11 @@ class _SyncBatchNorm(_BatchNorm):
     statistics: Statistics
     layer_name: str
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
-            return super().forward(x)
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        y, n, mean, variance = _Normalise.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        y, n, mean, variance = _Normalise.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         if self.running_mean is not None and self.running_var is not None:
             self._move(n, mean, variance)
         assert isinstance(y, torch.Tensor)

@@ -32,16 +32,16 @@ class Convolution(nn.Conv2d, OperandLayer):
 
     forms: tuple[str, ...] = ()
 
-    def forward(self, x: torch.Tensor, adds_bias: bool = True) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, adds_bias: bool = True) -> torch.Tensor:
         """Return the convolution; without its bias where the next layer adds it (see ReluMaxPool.behind)."""
         weight, bias = operand(self, "weight"), operand(self, "bias") if adds_bias else None
         if self.takes_blocks():
-            blocks = x if x.shape[1] != self.in_channels else self.stack(x)
+            blocks = input if input.shape[1] != self.in_channels else self.stack(input)
             return F.conv2d(blocks, _stack_weight(weight, self.stride[0]), bias)
         if self.is_dense():
             filled = _fill(weight, self.groups)
-            return F.conv2d(x, filled, bias, self.stride, self.padding, self.dilation)
-        plain: torch.Tensor = self._conv_forward(x, weight, bias)
+            return F.conv2d(input, filled, bias, self.stride, self.padding, self.dilation)
+        plain: torch.Tensor = self._conv_forward(input, weight, bias)
         return plain
 
     def takes_blocks(self) -> bool:

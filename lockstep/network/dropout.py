@@ -35,11 +35,12 @@ class SampleDropout(nn.Dropout):
     n_calls = 0
     replays = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training or self.p == 0:
-            return x
-        y = x * 0 if self.p == 1 else self._dropped(x)  # as in torch, x has a gradient, and NaN shows
-        return x.copy_(y) if self.inplace else y
+            return input
+        # As in torch, with p = 1 the input has a gradient, and NaN shows.
+        y = input * 0 if self.p == 1 else self._dropped(input)
+        return input.copy_(y) if self.inplace else y
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         if self.keys is None:

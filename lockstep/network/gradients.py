@@ -195,11 +195,11 @@ class InPlaceLinear(Linear):
 
     gradients: Gradients
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        in_place = torch.is_grad_enabled() and self.weight.requires_grad and x.dim() > 1
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        in_place = torch.is_grad_enabled() and self.weight.requires_grad and input.dim() > 1
         if not in_place or is_transformed() or not self.gradients.has_place_for(self.weight):
-            return super().forward(x)
-        y: torch.Tensor = _LinearFunction.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+            return super().forward(input)
+        y: torch.Tensor = _LinearFunction.apply(input, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return y
 
 

@@ -247,8 +247,8 @@ def operand(layer: OperandLayer, name: str) -> torch.Tensor:
 class Linear(nn.Linear, OperandLayer):
     """An nn.Linear with its weights in the precision of `operand`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, operand(self, "weight"), operand(self, "bias"))
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, operand(self, "weight"), operand(self, "bias"))
 
 
 def use_operands(model: nn.Module) -> None:

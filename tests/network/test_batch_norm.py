@@ -13,7 +13,7 @@ import torch
 from conftest import Program, make_config, make_folder
 from small_networks import TwoHeads
 from torch import nn
-from training_runs import SMOOTH, relative_difference, train
+from training_runs import SMOOTH, assert_same, relative_difference, train
 
 from lockstep.data.dataset import open_dataset
 from lockstep.errors import UserError
@@ -88,6 +88,17 @@ def test_batch_normalisation_over_all_in_lower_precision(data: Path, tmp_path: P
     assert relative_difference(three, one) <= 1e-6
     one, three = (train(n, data, tmp_path / f"bf16 {n}", **keys, precision="bf16") for n in (1, 3))
     assert relative_difference(three, one) <= 0.05
+
+
+@pytest.mark.parametrize("rule", ["weights", "gradients"])
+def test_layers_take_their_images_by_keyword(rule: str, data: Path, tmp_path: Path) -> None:
+    """The layers that Lockstep puts in the place of torch's have the same argument."""
+    keys = {"model_args": {"norm": True}, "sync_batch_norm": True, "conv_layout": "all", "rule": rule}
+    named, other = (
+        train(2, data, tmp_path / name, model=f"small_networks:{name}", n_epochs=1, **keys)
+        for name in ("Keyworded", "TwoHeads")
+    )
+    assert_same(named, other)
 
 
 class Norms(TwoHeads):

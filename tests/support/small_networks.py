@@ -33,6 +33,15 @@ class TwoHeads(nn.Module):
         return (self.fc(x), self.aux(x)) if self.training else self.fc(x)
 
 
+class Keyworded(TwoHeads):
+    """TwoHeads whose layers get their images by keyword."""
+
+    def forward(self, images: torch.Tensor) -> Any:
+        x = torch.tanh(self.norm(input=self.conv(input=images))).flatten(1)
+        x = self.drop(input=x)
+        return (self.fc(input=x), self.aux(input=x)) if self.training else self.fc(input=x)
+
+
 class GroupNormed(TwoHeads):
     """TwoHeads with a group norm behind its convolution: a module, a function, or a script."""
 
