@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from lockstep.config import Config
@@ -70,7 +71,8 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
     make = partial(sources.get(source, partial(_from_module, source)), name, n_classes, config)
     try_out = partial(_try_out, config=config, n_classes=n_classes)
     if loaded and (found := make_without_draws(make, try_out, loaded)) is not None:
-        return found._apply(_channels_last)
+        _lay_out(found, config)
+        return found
     try:
         model = make()
     except UserError:
@@ -82,15 +84,29 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
         ) from error
     if not isinstance(model, nn.Module):
         raise UserError(f"model {config.model}: must make a torch.nn.Module, not {type(model).__name__}")
+    _lay_out(model, config)  # as it trains, so that the trial shows what fails at that
     _try_out(model, config, n_classes)
+    _lay_out(model, config)  # what the trial has made: the weights of lazy modules
+    return model
+
+
+def _lay_out(model: nn.Module, config: Config) -> None:
+    """Make the network channels last, as the images are: it is faster on tensor cores.
+
+    `nn.Module.to` does so too, but fails at tensors of five dimensions.
+
+    Raises:
+        UserError: A trained parameter shares memory with another tensor.
+    """
     _check_apart(model, config)
-    # The images are channels last too, which is faster on tensor cores.
-    return model._apply(_channels_last)
+    model._apply(_channels_last)  # type: ignore[no-untyped-call]
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor channels last if it has four dimensions. `nn.Module.to` fails at those of five."""
-    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+    """Return a tensor channels last if it has four dimensions."""
+    if is_lazy(tensor) or tensor.dim() != 4:
+        return tensor
+    return tensor.to(memory_format=torch.channels_last)
 
 
 def _advice(error: Exception) -> str:
@@ -250,7 +266,7 @@ def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            images = torch.zeros(2, n_channels, rows, columns)
+            images = _channels_last(torch.zeros(2, n_channels, rows, columns))
             logits = model(images)
             if getattr(model, "aux_weights", ()):
                 _try_out_training(model, images)
@@ -258,6 +274,9 @@ def _try_out(model: nn.Module, config: Config, n_classes: int) -> None:
         remedy = "If it needs another size, set input_size" + (", or null." if config.input_size else ".")
         if n_channels != 3:
             remedy = f"Images have {n_channels} channel(s): give model_args for that, or set n_channels: 3."
+        if "stride" in str(error):
+            remedy = "Images, weights and activations are channels last: use reshape() for view(), and "
+            remedy += "contiguous() where the code needs channels first."
         raise UserError(
             f"model {config.model}: can't take {rows} x {columns} images: {type(error).__name__}: {error}. "
             f"{remedy}"
@@ -282,7 +301,7 @@ def _check_apart(model: nn.Module, config: Config) -> None:
     """
     places: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.numel() and tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and not is_lazy(tensor) and tensor.numel() and tensor.data_ptr():
             places.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for sharing in places.values():
         for (name, one), (other, two) in itertools.combinations(sharing, 2):
@@ -295,6 +314,10 @@ def _check_apart(model: nn.Module, config: Config) -> None:
 
 def _overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Return whether two tensors of one storage have elements in common."""
+    first, last = sorted((one, two), key=torch.Tensor.data_ptr)
+    n_between = sum((n - 1) * stride for n, stride in zip(first.shape, first.stride(), strict=True))
+    if first.data_ptr() + (n_between + 1) * first.itemsize <= last.data_ptr():
+        return False
     places = torch.arange(one.untyped_storage().nbytes() // one.itemsize)
     numbers = (places.as_strided(each.size(), each.stride(), each.storage_offset()) for each in (one, two))
     return one.itemsize == two.itemsize and bool(torch.isin(*numbers).any())

@@ -72,6 +72,23 @@ class Volumes(nn.Sequential):
         super().__init__(nn.Conv2d(3, 4, 3), nn.Unflatten(1, (1, 4)), nn.Conv3d(1, 2, 3), nn.Flatten(),
                          nn.Linear(64, n_classes))
 
+class Viewing(nn.Module):
+    input_size = 32
+    def __init__(self, n_classes):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 8, 8), nn.Linear(64, n_classes)
+    def forward(self, x):
+        return self.fc(self.conv(x).view(len(x), -1))
+
+class Complex(nn.Module):
+    input_size = 8
+    def __init__(self, n_classes):
+        super().__init__()
+        self.filters, self.fc = nn.Parameter(torch.zeros(3, 8, 5, 2)), nn.Linear(192, n_classes)
+    def forward(self, x):
+        x = torch.fft.irfft2(torch.fft.rfft2(x) * torch.view_as_complex(self.filters), s=(8, 8))
+        return self.fc(x.flatten(1))
+
 class BadMean(Sizeless):
     input_size = 32
     input_mean = (1, 2)
@@ -120,6 +137,8 @@ def test_ones_own_network_is_found_by_module_and_name(package: Path) -> None:
         ("Net", {"model_args": {"depth": 3}}, r"can't be made .* unexpected keyword argument 'depth'"),
         ("Net", {"input_size": 4}, r"can't take 4 x 4 images: .*set input_size, or null"),
         ("Headed", {"input_size": 24}, r"can't take 24 x 24 images: .*set input_size, or null"),
+        ("Viewing", {}, r"can't take 32 x 32 images: .*channels last: use reshape\(\) for view\(\)"),
+        ("Complex", {}, r"can't take 8 x 8 images: .*channels last: .* contiguous\(\) where"),
         ("Sizeless", {}, r"has no whole number `input_size`"),
         ("Features", {}, r"must make logits \(2, 7\) of 2 images, not \(2, 8\)"),
         ("Pair", {}, r"must make logits \(2, 7\) of 2 images, not tuple"),
