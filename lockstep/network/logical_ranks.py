@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from lockstep.config import Config
 from lockstep.config.shares import bounds_of, most_of
 from lockstep.data.sampling import share
+from lockstep.errors import UserError
 from lockstep.exchange.tree import Node, maximal_subtrees, n_sums
 from lockstep.loading import Batch
 from lockstep.network.arena import Arena
@@ -75,12 +77,14 @@ class LogicalRankSums:
     where the exchange finds those that are left at the end, or in memory of this process.
 
     Args:
+        model: The network.
         arena: Holds the buffers.
         gradients: The sums are made in them.
         n_logical: The number of all logical ranks.
     """
 
-    def __init__(self, arena: Arena, gradients: Gradients, n_logical: int) -> None:
+    def __init__(self, model: nn.Module, arena: Arena, gradients: Gradients, n_logical: int) -> None:
+        self._named = list(model.named_parameters())
         self._arena, self._gradients, self._n_logical = arena, gradients, n_logical
         self._places = list(gradients.further)
         self._n_waiting = 0
@@ -92,8 +96,22 @@ class LogicalRankSums:
         self._begin = self._floats.clone()
         self._counts = [(count, count.clone()) for count in self._arena.counts]
         self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._fixed = [(name, p, p._version) for name, p in self._named if not p.requires_grad]
         self._first = self._next = first
         self._n_waiting = 0
+
+    def check_fixed(self) -> None:
+        """Check that no pass of this step has changed a parameter that is not trained.
+
+        Raises:
+            UserError: One has, once for each logical rank of this trainer.
+        """
+        for name, value, version in self._fixed:
+            if value._version != version:
+                raise UserError(
+                    f"the model's {name} is not trained and is changed by its forward pass, which a step "
+                    "calls once for each of the logical_ranks. Make it a buffer (register_buffer)."
+                )
 
     def begin_rank(self, has_images: bool) -> None:
         """Put the sum so far aside, and restore the buffers of the beginning of the step.

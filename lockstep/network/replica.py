@@ -138,7 +138,7 @@ class Replica(Program, CheckedGradients):
         if self._graph:
             self._graph = self._step_graph()
         if self._config.logical_ranks:
-            self._rank_sums = LogicalRankSums(self.arena, gradients, self._config.logical_ranks)
+            self._rank_sums = LogicalRankSums(self.model, self.arena, gradients, self._config.logical_ranks)
         return gradients, updater, pieces
 
     def share_statistics(self, transport: Transport) -> None:
@@ -348,6 +348,7 @@ class Replica(Program, CheckedGradients):
             if number == checked:
                 digest = self._rank_sums.digest()
             self._rank_sums.end_rank()
+        self._rank_sums.check_fixed()
         if self.recheck and checked is not None:
             self.recheck.compare(order, bounds, checked, digest)
 

@@ -53,6 +53,24 @@ class Counting(TwoHeads):
         return super().forward(images)
 
 
+class Teaching(TwoHeads):
+    """The same network with a teacher, a moving average of its first layer: of parameters or of buffers."""
+
+    def __init__(self, n_classes: int, as_buffer: bool = False) -> None:
+        super().__init__(n_classes)
+        start = torch.zeros_like(self.conv.weight)
+        if as_buffer:
+            self.register_buffer("teacher", start)
+        else:
+            self.teacher = nn.Parameter(start, requires_grad=False)
+
+    def forward(self, images: torch.Tensor) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.teacher.lerp_(self.conv.weight, 0.5)
+        return super().forward(images)
+
+
 class Warming(Counting):
     """The same network, whose outputs depend on the calls so far and on a flag."""
 

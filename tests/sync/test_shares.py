@@ -58,6 +58,19 @@ def test_integer_buffers_count_steps_in_which_logical_ranks_have_no_image(data: 
     assert one["buffers/calls"] == one["buffers/norm.num_batches_tracked"] == 5
 
 
+def test_a_teacher_of_buffers_has_the_same_bits_and_one_of_parameters_is_refused(
+    data: Path, tmp_path: Path
+) -> None:
+    """A forward pass that averages parameters would do so once for each logical rank of its trainer."""
+    keys = {**KEYS, "n_epochs": 1, "model": "small_replicas:Teaching", "logical_ranks": 4}
+    as_buffer = {**keys, "model_args": {"as_buffer": True}}
+    one, two = (train(n, data, tmp_path / str(n), **as_buffer) for n in (1, 2))
+    assert_same(one, two)
+    for n_trainers in (1, 4):
+        with pytest.raises(AssertionError, match="the model's teacher is not trained and is changed"):
+            train(n_trainers, data, tmp_path / f"refused {n_trainers}", **keys)
+
+
 def test_another_tree_has_other_bits(data: Path, tmp_path: Path) -> None:
     """The tests above can fail."""
     eight, six = (train(2, data, tmp_path / str(n), logical_ranks=n, **KEYS) for n in (8, 6))
