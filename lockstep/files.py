@@ -66,7 +66,7 @@ def write_with(path: Path, dump: Callable[[str], None]) -> None:
         publish(temporary, path)
     except BaseException as error:
         if temporary:
-            _remove(Path(temporary))
+            remove_useless(Path(temporary))
         if isinstance(error, _WRITE_ERRORS):
             raise UserError(f"{path}: can't be written: {cause_of(error)}") from error
         raise
@@ -79,7 +79,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         publish(temporary, path)
     except OSError as error:
-        _remove(temporary)
+        remove_useless(temporary)
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
 
 
@@ -161,7 +161,7 @@ def cause_of(error: Exception) -> str:
     return os.strerror(number) if number else " ".join(str(error).split())
 
 
-def _remove(path: Path) -> None:
+def remove_useless(path: Path) -> None:
     """Remove a useless file. A failure to do so is not the error to report."""
     with suppress(OSError):
         path.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config import Config
 from lockstep.errors import UserError
-from lockstep.files import checksum, publish, write_text
+from lockstep.files import checksum, publish, remove_useless, write_text
 from lockstep.hosts.rendezvous import Rendezvous
 from lockstep.hosts.store import as_record, refusal
 from lockstep.runs.checkpoint_files import find_checkpoint, read_state, record
@@ -73,7 +73,7 @@ def is_shared(rendezvous: Rendezvous, weights_dir: Path, seconds: float) -> bool
         raise UserError(f"{weights_dir}: can't be written to: {error.strerror} (weights_dir)") from error
     finally:
         if rendezvous.host == 0:
-            token.unlink(missing_ok=True)
+            remove_useless(token)
     return shared
 
 
@@ -223,7 +223,7 @@ def _receive(rendezvous: Rendezvous, newest: Newest, folder: Path, sender: int, 
         raise UserError(f"{path}: can't be written: {error.strerror}") from error
     finally:
         for leftover in (temporary, description):
-            leftover.unlink(missing_ok=True)
+            remove_useless(leftover)
 
 
 def _read_record(path: Path, sender: int) -> State:

@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 
 from lockstep import config as configuration
 from lockstep.errors import UserError
-from lockstep.files import refusing_unusable_paths, write_text
+from lockstep.files import refusing_unusable_paths, remove_useless, write_text
 from lockstep.runs.folder import is_running
 from lockstep.text import handle_closed_pipe
 from lockstep.typed import convert_record
@@ -79,7 +79,7 @@ def ask(folder: Path, devices: tuple[str, ...], change: int) -> Request:
     except OSError as error:
         raise UserError(f"{folder}: the request can't be written: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        remove_useless(temporary)
     return request
 
 

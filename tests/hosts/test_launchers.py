@@ -397,6 +397,19 @@ def test_no_host_gets_a_checkpoint_of_a_run_of_another_name(tmp_path: Path) -> N
     assert [path.stem for path in records(tmp_path / "b" / "two")] == ["epoch_0001"]
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The temporary files can't be removed there either, which ended the start with a traceback."""
+    (rendezvous,) = rendezvous_of(connect_all_hosts([0], free_port()))
+    place = tmp_path / "file"
+    place.touch()
+    with pytest.raises(UserError, match=f"{place}: can't be written to: File exists"):
+        run_folders.is_shared(rendezvous, place, limit(1))
+    rendezvous.put("record", {"state": {}, "config": "", "size": 0})
+    newest = run_folders.Newest(1, 0, "epoch_0001", "")
+    with pytest.raises(UserError, match="can't be written: Not a directory"):
+        run_folders._receive(rendezvous, newest, place / "run", 0, limit(1))
+
+
 def test_different_checkpoints_of_one_moment_are_of_different_runs(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for value, folder in enumerate(folders):

@@ -127,6 +127,13 @@ def test_two_requests_at_once_are_one(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml", ANSWER]
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The temporary file can't be removed there either, as on a read-only disk."""
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="the request can't be written: Not a directory"):
+        resize_command.ask(tmp_path / "file", (), 1)
+
+
 @pytest.mark.parametrize(
     "content",
     [
