@@ -303,7 +303,8 @@ class Recovery:
             self._console.say(f"note: {error}")
             return
         if lost_writer and not is_written:
-            self._console.say(f"note: {attempt.run.folder}: host 0 has its lock, so nothing is saved there")
+            text = "another host has its lock, so this one saves nothing there"
+            self._console.say(f"note: {attempt.run.folder}: {text}")
 
     def _write_out(self, attempt: Attempt) -> bool:
         """Write the memory checkpoint to the disk, in a process that no signal stops.
