@@ -120,6 +120,7 @@ def train_once(
             if attempt.number == 0:
                 console.say("starting: " + ", ".join(processes.pids()))
             processes.is_to_pause = lambda: recovery.is_to_pause(attempt)
+            processes.may_restart = recovery.may_restart_loader
             processes.is_overdue = lambda: recovery.is_overdue(config, context.interrupts)
             return host.watch(processes, on_message), processes.last_step()
     except (UserError, PeerProblem) as error:  # the console prints it, after the lines that still wait

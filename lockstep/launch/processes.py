@@ -52,6 +52,7 @@ class Processes:
         has_begun: Whether training has started.
         is_overdue: Returns whether a run that was asked to stop has no time left to do so in order.
         is_to_pause: Returns whether the trainers are to save in memory and exit, because the run resumes.
+        may_restart: Returns whether a killed loader may be started again without the others.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Processes:
         self._asked_to_stop = self.has_begun = False
         self.is_overdue: Callable[[], bool] = lambda: False
         self.is_to_pause: Callable[[], bool] = lambda: False
+        self.may_restart: Callable[[], bool] = lambda: True
         self._is_pausing = False
         self._main = nullcontext if has_main else _without_main_file
         self._children: list[Child] = []
@@ -282,7 +284,7 @@ class Processes:
         while failing := self._failing():
             self.listen(on_message, 0)
             killed = [each for each in failing if each.spares and not each.is_well() and not each.failure]
-            if not killed:
+            if not killed or not self.may_restart():
                 return self._explain_failure(on_message)
             for child in killed:  # meanwhile others may be killed, hence the loop around
                 self._restart_loader(child, on_message)

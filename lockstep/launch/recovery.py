@@ -32,7 +32,7 @@ from lockstep.launch.resize_handler import ResizeHandler
 from lockstep.memory.host import HostBlock
 from lockstep.runs.checkpoint_files import read_state, records, verify_checksum
 from lockstep.runs.folder import keep_settings, lock_if_free
-from lockstep.runs.network_source import NetworkSource
+from lockstep.runs.network_source import RunSources
 from lockstep.runs.snapshot import MemoryCheckpoint, Retained
 from lockstep.signals import Interrupts
 
@@ -54,8 +54,8 @@ class Recovery:
         self._console, self._dataset, self._context = console, dataset, context
         self._failures, self._folder = context.failures, attempt.run.folder
         self._failures.is_counted = False
-        self._source = NetworkSource(attempt.config.model)
-        self._resizing = ResizeHandler(self._folder, console, self._source)
+        self._sources = RunSources(attempt.config)
+        self._resizing = ResizeHandler(self._folder, console, self._sources)
         self._blocks: list[HostBlock] = []  # memory files; the last one is that of the present trainer 0
         self._memory: list[Retained] = []  # the newest last; over several hosts the one before it, too
         self._retained_at = 0.0  # when the newest memory checkpoint was complete (monotonic clock)
@@ -103,7 +103,7 @@ class Recovery:
         try:
             exit_status, found = self._next(attempt, exit_status, step)
             if found:
-                self._check_source(found)
+                self._check_sources(found)
                 self._begin(found)
             return exit_status, found
         except UserError as error:
@@ -166,9 +166,13 @@ class Recovery:
             self._save(attempt)
         return exit_status, found
 
-    def _check_source(self, attempt: Attempt) -> None:
-        """Raise UserError if the network was edited, with which the run would not be the same training."""
-        if changed := self._source.describe_change():
+    def may_restart_loader(self) -> bool:
+        """Return whether a loader that is started again imports the files that the others have imported."""
+        return not self._sources.describe_change("augmentation", "data")
+
+    def _check_sources(self, attempt: Attempt) -> None:
+        """Raise UserError if a file was edited, with which the run would not be the same training."""
+        if changed := self._sources.describe_change():
             self._write_out(attempt)
             text = "Restore it, or keep it, and resume the run: resume_train=true"
             raise UserError(f"the run can't resume: {changed}. {text}")

@@ -12,7 +12,7 @@ from lockstep.errors import UserError
 from lockstep.launch.checks import check_descriptors
 from lockstep.launch.console import Console
 from lockstep.launch.resize import Request, ResizeAnswer, answer, discard, is_waiting, read_request
-from lockstep.runs.network_source import NetworkSource
+from lockstep.runs.network_source import RunSources
 
 
 class ResizeHandler:
@@ -24,8 +24,8 @@ class ResizeHandler:
         config: The configuration with the other devices.
     """
 
-    def __init__(self, folder: Path, console: Console, source: NetworkSource) -> None:
-        self._folder, self._console, self._source = folder, console, source
+    def __init__(self, folder: Path, console: Console, sources: RunSources) -> None:
+        self._folder, self._console, self._sources = folder, console, sources
         self._begin = 0.0
         self._is_open = True  # until the folder can't be written
         self.before: Config | None = None
@@ -46,7 +46,7 @@ class ResizeHandler:
         self._request, self._begin = request, time.monotonic()
         try:
             self.config = resized(config, request, retains)
-            if changed := self._source.describe_change():
+            if changed := self._sources.describe_change():
                 raise UserError(f"{changed}. Restore it first.")
         except UserError as error:
             self.refuse(str(error))

@@ -1,4 +1,4 @@
-"""The source of a run's network: whether it changes while the run trains, and a copy of it for people.
+"""The source of a run: whether it changes while the run trains, and a copy of the network's for people.
 
 The copy is in the run's folder, <run>/network/; if the file had changed when the run resumed, that of older
 checkpoints is in <run>/network-until-CHECKPOINT/. No program imports it from there: a user who opens a run of
@@ -11,33 +11,42 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep.config import Config
 from lockstep.errors import UserError
 from lockstep.files import write_bytes
 from lockstep.runs.kept import mark_for, mark_of, marks_after
 
 FOLDER = "network"
 _LIBRARIES = ("torchvision", "timm")
+# The keys that name a network or a function of the user's, and what it is.
+_OWN_FILES = {"model": "network", "loss": "loss", "augmentation": "augmentation", "data": "data"}
 
 
-class NetworkSource:
-    """The file of a run's network as it was when the run started, unless a library has it.
+class RunSources:
+    """The files of a run's network and functions as they were when it started, unless a library has them.
 
-    The copy in the run's folder can't stand for it: trainers may import a file that is edited before the copy
-    is made, and hosts may share the folder, but not the file.
+    The copy in the run's folder can't stand for a network: trainers may import a file that is edited before
+    the copy is made, and hosts may share the folder, but not the file.
 
     Args:
-        model: As in the configuration.
+        config: Names them.
     """
 
-    def __init__(self, model: str) -> None:
-        self._path = _find_file(_modules_of(model))
-        self._content = _read(self._path)
+    def __init__(self, config: Config) -> None:
+        paths = {key: _find_file(_modules_of(getattr(config, key) or "")) for key in _OWN_FILES}
+        self._files = {key: (path, _read(path)) for key, path in paths.items()}
 
-    def describe_change(self) -> str:
-        """Return a line that names the file if it has changed since, else ''."""
-        if _read(self._path) == self._content:
-            return ""
-        return f"{self._path}: the file of the network has changed since the run started"
+    def describe_change(self, *keys: str) -> str:
+        """Return a line that names the first file that has changed since, else ''.
+
+        Args:
+            keys: Those whose files count; all without an argument.
+        """
+        for key in keys or _OWN_FILES:
+            path, content = self._files[key]
+            if _read(path) != content:
+                return f"{path}: the file of the {_OWN_FILES[key]} has changed since the run started"
+        return ""
 
 
 def digest_of_source(name: str) -> str:

@@ -345,3 +345,35 @@ def test_a_run_does_not_resume_with_an_edited_network(program: Program, tmp_path
     again = ("resume_train=true", f"n_epochs={epoch + 1}")
     resumed = program.run(*words, *again, environment=environment)
     assert f"note: {changed}" in resumed.output() and "continues with the changed file" in resumed.output()
+
+
+FUNCTIONS = """
+import torch
+
+def loss(logits, labels):
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+def augmentation(image, rng):
+    return image
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key", "victim"), [("loss", "trainer 1"), ("augmentation", "loader 1")])
+def test_a_run_does_not_resume_with_an_edited_function(
+    program: Program, tmp_path: Path, key: str, victim: str
+) -> None:
+    """One process that is started again would import another function than the others have."""
+    path = tmp_path / "functions" / "edited_functions.py"
+    path.parent.mkdir()
+    path.write_text(FUNCTIONS)
+    environment = {**os.environ, "PYTHONPATH": str(path.parent)}
+    words = (f"{key}=edited_functions:{key}", "n_epochs=100000", "snapshot_freq=100000", *EVERY_STEP)
+    running = program.start(*words, environment=environment)
+    running.wait_for_text("epoch 3")
+    path.write_text(FUNCTIONS + "# edited\n")
+    os.kill(running.pids()[victim], signal.SIGKILL)
+    assert running.wait(60) == 1, running.output()
+    changed = f"{path}: the file of the {key} has changed since the run started"
+    assert running.last_line().startswith(f"lockstep: the run can't resume: {changed}")
+    assert find_checkpoint(running.run_folder, "latest")[0].state.epoch > 1

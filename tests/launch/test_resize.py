@@ -26,7 +26,7 @@ from lockstep.launch import resize as resize_command
 from lockstep.launch.console import Console
 from lockstep.launch.resize import ANSWER, REQUEST, Request, ResizeAnswer, resize
 from lockstep.launch.resize_handler import ResizeHandler, resized
-from lockstep.runs.network_source import NetworkSource
+from lockstep.runs.network_source import RunSources
 
 FOUR = {"global_batch_size": 16, "logical_ranks": 4}
 WORDS = ("global_batch_size=16", "logical_ranks=4", "cpu_threads=1", "snapshot_freq=100")
@@ -217,7 +217,7 @@ def resizing_of(folder: Path) -> ResizeHandler:
 
 
 def resizing_with(folder: Path, console: Console) -> ResizeHandler:
-    return ResizeHandler(folder, console, NetworkSource(make_config().model))
+    return ResizeHandler(folder, console, RunSources(make_config()))
 
 
 def test_ctrl_c_withdraws_the_request(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, make_config
 from limits import limit
 from PIL import Image
 
 from lockstep.errors import UserError
 from lockstep.export.__main__ import load_trained
-from lockstep.runs.network_source import NetworkSource, changed_source, check_importable, keep_source
+from lockstep.runs.network_source import RunSources, changed_source, check_importable, keep_source
 
 NETWORK = """
 import torch
@@ -56,13 +56,18 @@ def test_an_edited_network_is_noticed_whatever_the_runs_folder_has(
     path = tmp_path / "edited_net.py"
     path.write_text(NETWORK)
     monkeypatch.syspath_prepend(str(tmp_path))
-    source = NetworkSource("edited_net:Net")
+    source = RunSources(make_config(model="edited_net:Net"))
     assert source.describe_change() == ""
     path.write_text(NETWORK + "# edited\n")
     keep_source(tmp_path / "run", "edited_net:Net")
     assert source.describe_change() == f"{path}: the file of the network has changed since the run started"
     for model in ("edited_net:Net", "torchvision:y"):
-        assert NetworkSource(model).describe_change() == ""
+        assert RunSources(make_config(model=model)).describe_change() == ""
+    for key in ("loss", "augmentation", "data"):
+        source = RunSources(make_config(**{key: "edited_net:function"}))
+        path.write_text(path.read_text() + "# edited\n")
+        assert f"{path}: the file of the {key}" in source.describe_change(key)
+        assert source.describe_change("model") == ""
 
 
 def test_a_checkpoint_keeps_the_source_it_was_trained_with_if_its_run_resumes_with_another(
