@@ -43,6 +43,7 @@ from lockstep.flow.recipes import (
     make_recipe,
     traits_of,
 )
+from lockstep.flow.views import begin_change_of_shape, check_write, note_views
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -269,7 +270,7 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         vars(written[0])["copied"] = args[1] if len(args) == 2 else None
         return written[0]
     if written or kind.refused:
-        _check_writing(kind, written)
+        _check_writing(kind, written, arrays)
     if kind.name == "copy_" and vars(args[0]).get("copied") and vars(args[1]).get("copied"):
         # C++ copies storages as tensors, as for share_memory_ of an ordinary tensor
         _ordinary(kind, written, partial(private.plainly, args[0].copied.copy_, args[1].copied))
@@ -300,7 +301,7 @@ def _ordinary(kind: OperationTraits, written: list[Any], run_now: Callable[[], A
     return run_now()
 
 
-def _check_writing(kind: OperationTraits, written: list[Any]) -> None:
+def _check_writing(kind: OperationTraits, written: list[Any], arrays: list[Array]) -> None:
     if kind.refused:
         raise UserError(f"{kind.name}: {kind.refused}")
     for tensor in written:
@@ -310,14 +311,14 @@ def _check_writing(kind: OperationTraits, written: list[Any]) -> None:
             if program is not None:
                 program.refuse(what, "make it an array before the capture")
             raise UserError(
-                f"{what}: make it an array (flow.array, flow.arrays(module)), or make it inside "
-                "`with flow.device`"
+                f"{what}: make it an array (flow.array, flow.arrays(module)), or in `with flow.device`"
             )
         if tensor.place.memory != written[0].place.memory:
             raise UserError(
                 f"{kind.name} writes arrays on {written[0].place.name} and {tensor.place.name}: they have "
                 "memories of their own, so call it for each (an optimizer for each device, or foreach=False)"
             )
+        check_write(kind.name, tensor, arrays, kind.changes_shape)
 
 
 def _view(
@@ -326,13 +327,14 @@ def _view(
     """Return views of an array. torch's own function computes which part of the memory they are."""
     if kind.composite:  # one like `reshape` makes a view only if it can
         return function._op_dk(_COMPOSITE, *args, **kwargs)
-    placement.begin_view(kind.name, source, kind.changes_shape)
-    made = private.plainly(function._op, *args, **kwargs)
     if kind.changes_shape:
+        begin_change_of_shape(kind.name, source)
+        private.plainly(function._op, *args, **kwargs)
         return source
-    if isinstance(made, torch.Tensor):
-        return _part(source, made)
-    return [_part(source, part) for part in made]
+    found = private.plainly(function._op, *args, **kwargs)
+    made = [_part(source, part) for part in ([found] if isinstance(found, torch.Tensor) else found)]
+    note_views(kind.name, source, made)
+    return made[0] if isinstance(found, torch.Tensor) else made
 
 
 def _part(source: Array, part: torch.Tensor) -> Array:

@@ -72,17 +72,19 @@ class Storage(Variable):
     Attributes:
         program: The program that is being captured, if the memory stands for one of its values.
         copies: Copies in other devices' memories, with the version that they copy.
-        has_views: Whether an array of this memory that needs a gradient has had a view.
+        views: The views that autograd knows, or None if it never had any.
+        stale: Those of them whose shape, or whose base's, has changed in place, or None if none ever has.
     """
 
-    __slots__ = ("cell", "copies", "device", "has_views", "program")
+    __slots__ = ("cell", "copies", "device", "program", "stale", "views")
 
     def __init__(self, device: Device, layout: Layout | None, name: str = "", program: Any = None) -> None:
         Variable.__init__(self, name)
         self.device, self.program = device, program
         self.cell = Cell(layout)
         self.copies: dict[Any, tuple[int, Storage]] = {}
-        self.has_views = False
+        self.views: Any = None
+        self.stale: Any = None
 
 
 class SparseEntries(Storage):
@@ -93,7 +95,7 @@ class SparseEntries(Storage):
     def __init__(self, whole: Storage, cell: Cell) -> None:
         self._whole, self._look_at = whole, whole._look_at
         self.name, self.device, self.program = whole.name, whole.device, whole.program
-        self.cell, self.copies, self.has_views = cell, {}, False
+        self.cell, self.copies, self.views, self.stale = cell, {}, None, None
 
     writer = _of_whole("writer")
     readers = _of_whole("readers")

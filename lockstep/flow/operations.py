@@ -12,6 +12,7 @@ from lockstep.flow.devices import Device
 from lockstep.flow.instructions import Instruction, Storage
 from lockstep.flow.lanes import Operation
 from lockstep.flow.recipes import ArgumentSlot, Recipe, fill
+from lockstep.flow.views import check_write
 
 
 def operation(
@@ -105,6 +106,8 @@ def call(
 
     step = Instruction(getattr(function, "__name__", "call"), on_values, place, "call")
     step.on_inputs([array.view_of_memory() for array in inputs], "call").gives_result = True
+    for target in writes:
+        check_write("flow.call", target, writes)
     torch.autograd.graph.increment_version(list(writes))  # as torch's own in-place operations do
     operation: Operation = submit(step, inputs, list(writes), [])
     return operation

@@ -243,31 +243,6 @@ def program_of(inputs: Sequence[Any]) -> Any:
     return None
 
 
-def begin_view(name: str, array: Any, changes_shape: bool) -> None:
-    """Note that an operation makes a view of an array, or changes its shape in place.
-
-    Autograd makes a view of an array anew after each write, and each `t_`, by the function that made it
-    first. So it must not have changed its own shape since then, and its base must not have, either.
-
-    Raises:
-        UserError: The gradients of views would be wrong.
-    """
-    is_view = array._base is not None
-    if not changes_shape:
-        is_known = not name.startswith(("detach", "unsafe_", "_unsafe_"))  # to autograd
-        array.memory.has_views |= is_known and array.requires_grad
-        return
-    # torch itself refuses gradients of a view that was squeezed
-    if name not in ("squeeze_", "unsqueeze_") and is_view and torch.is_grad_enabled():
-        what = "a view, whose gradients would be wrong after a later write"
-    elif not is_view and array.memory.has_views and array.requires_grad:
-        what = "an array that has views, whose gradients would be wrong"
-    else:
-        note_place(array)
-        return
-    raise UserError(f"{user_line()}: {name} of {what}: make a new view ({name.removesuffix('_')})")
-
-
 def note_place(array: Any) -> None:
     """Tell the program that this thread captures, if any, that an array gets other memory or a new shape."""
     if CONTEXT.program is not None:

@@ -67,20 +67,54 @@ def view_of_a_squeezed_base(x: torch.Tensor) -> torch.Tensor:
     return view * x
 
 
-def no_view_before(x: torch.Tensor) -> torch.Tensor:
+def base_without_gradient(x: torch.Tensor) -> torch.Tensor:
+    base = torch.ones(4, 4)
+    view = base[:3, :3]
+    base.t_()
+    base.mul_(x)
+    return view * x[1:, :3]
+
+
+def view_of_a_transposed_view(x: torch.Tensor) -> torch.Tensor:
+    base = x * 2
+    part = base[:3, :3].t_()[0]
+    base.mul_(x)
+    return part * x[1, :3]
+
+
+def view_that_is_transposed_without_gradients(x: torch.Tensor) -> torch.Tensor:
+    view = (x * 2)[:3, :3]
+    with torch.no_grad():
+        view.t_()
+    return view * x[1:, :3]
+
+
+def unaffected(x: torch.Tensor) -> torch.Tensor:
     base = (x @ x).t_().unsqueeze_(0)
     view = (x * 2)[1]
     view.unsqueeze_(1)
-    return base.mul_(x).squeeze_(0) * view
+    heads = (x @ x).view(4, 2, 2)
+    heads.transpose_(0, 1).transpose_(1, 2)
+    data = torch.ones(4, 4)[:3]
+    data.t_().mul_(2)
+    own = x * 3
+    whole = own.flatten().sum()  # its view no longer exists
+    transposed = own[:2].t_()[0] * 2  # nor does this one, when `own` is written
+    own.mul_(x).t_()
+    total = whole + (heads * x.view(2, 2, 4)).sum() + (data * x[:, :3]).sum() + transposed.sum()
+    return base.mul_(x).squeeze_(0) * view * own + total
 
 
 @pytest.mark.parametrize(
     "function, refused",
     [
-        (written_view, "t_ of a view"),
+        (written_view, "mul_ writes the memory of a view"),
         (view_of_a_transposed_base, "t_ of an array that has views"),
         (view_of_a_squeezed_base, "squeeze_ of an array that has views"),
-        (no_view_before, ""),
+        (base_without_gradient, "mul_ writes the memory of a view"),
+        (view_of_a_transposed_view, "mul_ writes the memory of a view"),
+        (view_that_is_transposed_without_gradients, "t_ of a view while gradients are off"),
+        (unaffected, ""),
     ],
 )
 def test_gradients_after_a_shape_has_changed_in_place_are_torchs_or_refused(
