@@ -173,7 +173,8 @@ class Capture:
         place = example.place if isinstance(example, Array) else placement.current_device()
         storage = Storage(place, layout, f"input {number}", self)
         self.inputs.append((self._number(storage), layout, storage.device))
-        return Array(storage, layout[0], layout[1], 0, layout[2])
+        made = Array(storage, layout[0], layout[1], 0, layout[2])
+        return made.requires_grad_(example.requires_grad)  # type: ignore[return-value]
 
     def output(self, leaf: Any) -> Any:
         """Return what a run returns in place of this leaf: an array is copied to host memory."""

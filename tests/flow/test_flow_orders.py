@@ -204,6 +204,18 @@ def test_inputs_of_a_program(devices: list[Cpu]) -> None:
         program(torch.ones(4, 2), 1.0)
 
 
+def test_an_input_requires_a_gradient_as_its_example_does(devices: list[Cpu]) -> None:
+    def gradient(x: torch.Tensor) -> torch.Tensor | None:
+        (x * x).sum().backward()  # type: ignore[no-untyped-call]
+        return x.grad
+
+    for example in (torch.ones(3, requires_grad=True), flow.ones(3).requires_grad_()):
+        program = flow.capture(gradient, example)
+        for given in (torch.tensor([1.0, 2.0, 3.0]), flow.ones(3) * 4, example):
+            assert torch.equal(program(given), torch.as_tensor(given.detach() * 2))
+        assert example.grad is None
+
+
 GAPS = [
     torch.arange(60.0).view(6, 10)[:, :9],
     torch.arange(60.0).view(6, 10)[::2].t(),
