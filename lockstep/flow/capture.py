@@ -174,7 +174,8 @@ class Capture:
         storage = Storage(place, layout, f"input {number}", self)
         self.inputs.append((self._number(storage), layout, storage.device))
         made = Array(storage, layout[0], layout[1], 0, layout[2])
-        return made.requires_grad_(example.requires_grad)  # type: ignore[return-value]
+        # Not for another stage's result: torch refuses writes into a leaf, such as by nn.ReLU(inplace=True)
+        return made.requires_grad_(example.requires_grad and example.is_leaf)  # type: ignore[return-value]
 
     def output(self, leaf: Any) -> Any:
         """Return what a run returns in place of this leaf: an array is copied to host memory."""

@@ -214,6 +214,8 @@ def test_an_input_requires_a_gradient_as_its_example_does(devices: list[Cpu]) ->
         for given in (torch.tensor([1.0, 2.0, 3.0]), flow.ones(3) * 4, example):
             assert torch.equal(program(given), torch.as_tensor(given.detach() * 2))
         assert example.grad is None
+    result = flow.ones(3).requires_grad_() * 2
+    assert torch.equal(flow.capture(lambda x: x.mul_(2), result)(result), torch.full((3,), 4.0))
 
 
 GAPS = [
