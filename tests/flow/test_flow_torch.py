@@ -135,6 +135,16 @@ def test_gradients_after_a_shape_has_changed_in_place_are_torchs_or_refused(
             assert array.grad is not None and torch.equal(array.grad.tensor(), own.grad)  # type: ignore[attr-defined,arg-type]
 
 
+def test_a_call_does_not_write_where_a_views_gradient_would_be_wrong(device: Cpu) -> None:
+    base = flow.array(torch.arange(16.0).view(4, 4)).requires_grad_() * 1
+    view = base[:3, :3].t_()
+    with pytest.raises(UserError, match=r"flow\.call writes the memory of a view"):
+        flow.call(torch.Tensor.mul_, base, 2, writes=[base])
+    del view
+    flow.call(torch.Tensor.mul_, base, 2, writes=[base])
+    assert base.sum().item() == 240
+
+
 def test_arrays_made_in_inference_mode_can_be_written_there(device: Cpu) -> None:
     with torch.inference_mode():
         for data in (torch.ones(3), [1.0, 1.0, 1.0]):
