@@ -84,6 +84,7 @@ def build_model(config: Config, n_classes: int, loaded: Collection[str] = ()) ->
         ) from error
     if not isinstance(model, nn.Module):
         raise UserError(f"model {config.model}: must make a torch.nn.Module, not {type(model).__name__}")
+    _check_dense(model, config)
     _lay_out(model, config)  # as it trains, so that the trial shows what fails at that
     _try_out(model, config, n_classes)
     _lay_out(model, config)  # what the trial has made: the weights of lazy modules
@@ -292,6 +293,13 @@ def _try_out_training(model: nn.Module, images: torch.Tensor) -> None:
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.random.fork_rng(devices=()):
         torch.func.functional_call(model.train(), buffers, (images,))
+
+
+def _check_dense(model: nn.Module, config: Config) -> None:
+    """Raise a UserError if a layer has sparse gradients, which trainers can't add up."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise UserError(f"model {config.model}: {name} has sparse gradients. Make it with sparse=False.")
 
 
 def _check_apart(model: nn.Module, config: Config) -> None:

@@ -185,6 +185,16 @@ class Halves(Tied):
         self.register_buffer("more", self.ones[1:])
 
 
+class Sparse(Tied):
+    def tie(self) -> None:
+        self.words = nn.Embedding(7, 192, sparse=True)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(UserError, match=r"words has sparse gradients"):
+        build_model(make_config(model="test_build:Sparse"), 7)
+
+
 def test_parameters_in_the_same_memory_are_refused() -> None:
     """Each gets memory of its own, so they would not be equal any more."""
     for network in (Transposed, HasAView):
