@@ -50,9 +50,9 @@ def test_a_step_that_takes_too_long_is_left_out_of_what_is_saved(program: Progra
 def test_a_newer_checkpoint_on_the_disk_is_what_a_preempted_run_has_saved(program: Program) -> None:
     """It was written while the trainer stood still in the next step, so it could not say so.
 
-    Epochs have four steps. A pass precedes the first one, so the sixth is that of epoch 2's first step.
+    Epochs have five steps, so the sixth is epoch 2's first one.
     """
-    words = (*SLOW, "n_epochs=2", "preempt_seconds=2", "snapshot_freq=1", "batch_size=12")
+    words = (*SLOW, "n_epochs=2", "preempt_seconds=2", "snapshot_freq=1", "batch_size=9")
     running = program.start(*words, environment=environment(True))
     running.wait_for_text("epoch 1/2")
     record = running.run_folder / "checkpoints" / "epoch_0001.json"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program, make_config
+from conftest import Program, Running, make_config
 from descriptors import open_files
 from limits import limit
 from saved import assert_same, tensors
@@ -286,6 +286,19 @@ def test_a_failure_is_logged_and_named_and_memory_is_written_out_if_the_restart_
     assert launcher.console.said[-1] == "lockstep: trainer 1 was killed" and wrote == [again]
 
 
+def signal_the_writer(running: Running, number: int, n_signals: int) -> int:
+    """Send signals to the process that writes a memory checkpoint. Return how many, 0 if it was not seen."""
+    n_sent = 0
+    while n_sent < n_signals and running.process.poll() is None:
+        with suppress(OSError):  # a process has exited since
+            for pid in running.children():
+                if Path(f"/proc/{pid}/comm").read_text() == "the writer\n":
+                    os.kill(pid, number)
+                    n_sent += 1
+        time.sleep(0.002)
+    return n_sent
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("to_the_writer", "n_signals"),
@@ -302,23 +315,20 @@ def test_a_run_that_hangs_and_is_asked_to_stop_keeps_its_memory_checkpoint(
     # Without validations no epoch is the best one so far, so nothing is on the disk before.
     rare = ("snapshot_freq=12", "val_freq=12", "memory_checkpoint_seconds=1e-6")
     words = ("n_epochs=12", "cpu_threads=1", *rare)
-    running = program.start(*words, f"timeout={round(limit(4))}", name="broken")
-    running.wait_for_text("epoch 2 step 4/")
-    os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
-    running.process.send_signal(signal.SIGTERM)
-    n_sent = 0
-    while n_sent < n_signals and running.process.poll() is None:
-        with suppress(OSError):  # a process has exited since
-            for pid in running.children():
-                if Path(f"/proc/{pid}/comm").read_text() == "the writer\n":
-                    os.kill(pid, to_the_writer)
-                    n_sent += 1
-        time.sleep(0.002)
-    assert bool(n_sent) == bool(n_signals)
+    for number in range(5):  # on a busy machine, a writer may end before this process sees it
+        name = f"broken{number}"
+        running = program.start(*words, f"timeout={round(limit(4))}", name=name)
+        running.wait_for_text("epoch 2 step 4/")
+        os.kill(running.pids()["trainer 1"], signal.SIGSTOP)
+        running.process.send_signal(signal.SIGTERM)
+        if bool(signal_the_writer(running, to_the_writer, n_signals)) == bool(n_signals):
+            break
+    else:
+        pytest.fail("no writer was seen in five runs")
     assert running.wait(60) == 1, running.output()
     assert "trainer 1 (pid " in running.output()
     assert "stopped as asked; saved " in running.last_line()
     assert find_checkpoint(running.run_folder, "latest")[0].state.epoch < 12
     running.assert_nothing_left()
-    resumed = program.run(*words, "resume_train=auto", name="broken")
+    resumed = program.run(*words, "resume_train=auto", name=name)
     assert_same(tensors(resumed, 12), tensors(program.run(*words, name="unbroken"), 12))
