@@ -359,6 +359,7 @@ def test_the_newest_whole_checkpoint_comes_to_all_who_lack_it(tmp_path: Path) ->
     assert bring(folders) == ["", "", ""]
 
 
+@pytest.mark.slow
 def test_a_host_that_has_the_checkpoint_waits_for_a_transfer_of_longer_than_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
