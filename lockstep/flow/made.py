@@ -1,6 +1,7 @@
-"""Checks of the arrays that a loss, or an evaluated function, makes in its model."""
+"""Checks of what a loss, or an evaluated function, makes or writes in its model."""
 
 from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,24 @@ def check_made(replica: ModelReplica, written: Container[int], what: str) -> Non
                 f"the {what} made the array {name} and writes it, so what its first call wrote would stay: "
                 "make a buffer in the model's __init__, or call your model once before you make the executor"
             )
+
+
+def check_undone(replica: ModelReplica, program: Any, what: str, key: Any) -> None:
+    """Raise UserError if only calls before the capture of this program have changed some values.
+
+    Args:
+        key: Of the function in `first_writes`.
+    """
+    own, written = replica.variables(), program.written()
+    for name in replica.first_writes.pop(key, set()):
+        if id(own[name].memory) not in written and not program.moves(own[name]):
+            replica.undone.add(name)
+    if replica.undone:
+        raise UserError(
+            f"the {what} writes {', '.join(sorted(replica.undone))} in its first call only, which a capture "
+            "undoes: call your model once before you make the executor, or write it in the model's "
+            "__init__"
+        )
 
 
 def check_tables(replicas: Sequence[ModelReplica]) -> None:

@@ -95,23 +95,6 @@ class ModelReplica:
             with private.without_modes():
                 self.model.load_state_dict(copy.deepcopy(extra), strict=False)
 
-    def check_undone(self, program: Any, what: str, key: Any) -> None:
-        """Raise UserError if only calls before the capture of this program have changed some values.
-
-        Args:
-            key: Of the function in `first_writes`.
-        """
-        own, written = self.variables(), program.written()
-        for name in self.first_writes.pop(key, set()):
-            if id(own[name].memory) not in written and not program.moves(own[name]):
-                self.undone.add(name)
-        if self.undone:
-            raise UserError(
-                f"the {what} writes {', '.join(sorted(self.undone))} in its first call only, which a capture "
-                "undoes: call your model once before you make the executor, or write it in the model's "
-                "__init__"
-            )
-
 
 def load_all(replicas: Sequence[ModelReplica], given: Mapping[str, Any]) -> None:
     """Restore what `saved` returned on all devices.

@@ -15,7 +15,7 @@ from lockstep.errors import UserError, nearest, warn
 from lockstep.flow import collectives, placement, private
 from lockstep.flow.arrays import Array, array_leaves
 from lockstep.flow.creation import device as on_device
-from lockstep.flow.made import check_made
+from lockstep.flow.made import check_made, check_undone
 from lockstep.flow.merge import GradientMerger
 from lockstep.flow.operations import operation
 from lockstep.flow.replicas import Bucket, Buckets, ModelReplica
@@ -231,7 +231,7 @@ class StepRecorder:
         key = "loss" if evaluated is None else evaluated
         for share in shares:
             check_made(self._replicas[share.device], written, what)
-            self._replicas[share.device].check_undone(placement.CONTEXT.program, what, key)
+            check_undone(self._replicas[share.device], placement.CONTEXT.program, what, key)
         own = [self._replicas[share.device].parameters for share in shares]
         first = own[0]  # a loss may write some on a device with more samples only
         names = [name for name in first if any(id(each[name].memory) in written for each in own)]

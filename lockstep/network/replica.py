@@ -35,16 +35,11 @@ from lockstep.network.logical_ranks import (
 )
 from lockstep.network.losses import TrainingLoss, binary_losses
 from lockstep.network.low_precision import LowPrecisionWeights
+from lockstep.network.norms import protect_group_norms, protect_instance_norms
 from lockstep.network.optimizer import ShardedUpdater, Updater, needs_norms
 from lockstep.network.program import CheckedGradients, Program
 from lockstep.network.recorder import HostStopwatch, Recorder, rounded
-from lockstep.network.stages import (
-    Frozen,
-    protect_group_norms,
-    protect_instance_norms,
-    rate_scales,
-    recompute,
-)
+from lockstep.network.stages import Frozen, rate_scales, recompute
 from lockstep.network.step_graph import Compiled, StepGraph, why_not_captured
 from lockstep.optim import states_of
 from lockstep.runs import checkpoint

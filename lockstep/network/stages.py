@@ -6,25 +6,20 @@ parameters. `recompute` runs the stages' forward passes again in the backward pa
 activations (Chen et al. 2016, arXiv 1604.06174).
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.library import Library, get_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config import Config
 from lockstep.errors import UserError, nearest
 from lockstep.network.dropout import SampleDropout
-from lockstep.network.low_precision import is_transformed
 
 _LISTS = (nn.Sequential, nn.ModuleList)
 _Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # each with its value at some time
@@ -241,44 +236,3 @@ def _matching(key: str, pattern: str, names: Iterable[str]) -> list[str]:
             "whole names, such as layer1.*"
         )
     return matching
-
-
-def protect_instance_norms(model: nn.Module) -> None:
-    """Have the backward pass of instance norms get gradients that are channels first.
-
-    On a CPU it takes a gradient of a single channels-last image for one that is channels first.
-    """
-    for module in model.modules():
-        if isinstance(module, _InstanceNorm):
-            module.register_forward_hook(_with_gradient_channels_first)
-
-
-def _with_gradient_channels_first(module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
-    """Have the gradient of a norm's output made channels first."""
-    if output.requires_grad and not torch.compiler.is_compiling() and not is_transformed():
-        output.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
-
-
-@cache
-def protect_group_norms() -> Library:
-    """Have the backward pass of group norms on CPUs always compute their images' gradient, in this process.
-
-    If nobody needs that gradient, as behind frozen layers, and the images are channels last, torch writes it
-    to address 0.
-
-    Returns:
-        The registration of the new backward pass, which lasts as long as this object.
-    """
-    name = "native_group_norm_backward"
-    kernel = get_kernel(f"aten::{name}", "CPU")
-    registration = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-
-    def with_images(keys: Any, *arguments: Any) -> Any:
-        *others, needed = arguments
-        return kernel.call_boxed(keys, *others, [True, *needed[1:]])
-
-    with warnings.catch_warnings(action="ignore"):  # of an overridden kernel
-        registration.impl(  # type: ignore[no-untyped-call]
-            name, with_images, "CPU", with_keyset=True, allow_override=True
-        )
-    return registration

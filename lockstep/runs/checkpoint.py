@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -13,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from lockstep.errors import UserError
-from lockstep.files import cause_of, name_in_utf8, publish
+from lockstep.files import cause_of, name_in_utf8, publish, remove_useless
 from lockstep.runs.checkpoint_files import record
 from lockstep.runs.state import State
 
@@ -52,8 +51,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], state: State) -> Path:
         publish(temporary, path)
         record(path, dataclasses.replace(state, sha256=sha256))
     except OSError as error:
-        with suppress(OSError):  # the first error is the one to report
-            temporary.unlink(missing_ok=True)
+        remove_useless(temporary)
         raise UserError(f"{path}: the checkpoint can't be written: {cause_of(error)}") from error
     return path
 
