@@ -59,8 +59,14 @@ def _facts_of_rounding(config: Config) -> Facts:
     return {"cpu_threads": config.cpu_threads, _KINDS: ", ".join(sorted(kinds))}
 
 
-def agree(rendezvous: Rendezvous, facts: Facts, seconds: float) -> list[str]:
+def agree(rendezvous: Rendezvous, facts: Facts, seconds: float, key: str = "agreement") -> list[str]:
     """Compare the facts of all hosts. All hosts call it at once.
+
+    Args:
+        rendezvous: Where they meet.
+        facts: This host's, by names that a user knows; values that JSON can hold.
+        seconds: Time to wait for each of the others.
+        key: The name of this comparison, which is made once.
 
     Returns:
         Notes on differences that are allowed.
@@ -70,7 +76,7 @@ def agree(rendezvous: Rendezvous, facts: Facts, seconds: float) -> list[str]:
         HostFailed: A host has ended, or has not sent its facts in time.
     """
     notes = []
-    first, *others = rendezvous.gather("agreement", facts, seconds)
+    first, *others = rendezvous.gather(key, facts, seconds)
     for host, theirs in enumerate(others, 1):
         for name in {**first, **theirs}:
             ours, other = (each.get(name, "nothing") for each in (first, theirs))

@@ -24,7 +24,7 @@ from lockstep.hosts.agreement import (
 )
 from lockstep.hosts.heartbeat import Heartbeat
 from lockstep.hosts.rendezvous import STOPPED, Rendezvous, attempt_key, join_rendezvous, serve
-from lockstep.hosts.store import HostFailed, HostLost, Store, as_record, one_line, refusal
+from lockstep.hosts.store import HostFailed, HostLost, Store, as_record, refusal
 from lockstep.launch.children import ExitStatus
 from lockstep.launch.console import show
 from lockstep.launch.processes import Processes
@@ -172,12 +172,9 @@ class MultiHost(SingleHost):
         self.writes = True
 
     def bring_checkpoint(self, config: Config) -> list[str]:
-        for key in ("run_name", "resume_train"):  # before a host gets the checkpoint of another run
-            values = self.rendezvous.gather(key, str(getattr(config, key)), self._timeout)
-            for host, value in enumerate(values):
-                if value != values[0]:
-                    text = f"{one_line(values[0])} on host 0, {one_line(value)} on host {host}"
-                    raise UserError(f"{key}: {text}")
+        # Before a host gets the checkpoint of another run.
+        place = {"run_name": config.run_name, "resume_train": config.resume_train}
+        agreement.agree(self.rendezvous, place, self._timeout, "place")
         shared = folders.is_shared(self.rendezvous, Path(config.weights_dir), self._timeout)
         self.writes = not shared
         notes = ["weights_dir is shared with host 0, which writes there for all hosts"] if shared else []

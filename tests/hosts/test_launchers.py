@@ -394,7 +394,7 @@ def test_no_host_gets_a_checkpoint_of_a_run_of_another_name(tmp_path: Path) -> N
 
     with ThreadPoolExecutor(2) as pool:
         said = list(pool.map(of_host, rendezvous_of(connect_all_hosts([0, 1], free_port()))))
-    assert said == ["run_name: one on host 0, two on host 1"] * 2
+    assert said == ["run_name: one on host 0, two on host 1: it has to be the same on all hosts"] * 2
     assert [path.stem for path in records(tmp_path / "b" / "two")] == ["epoch_0001"]
 
 
