@@ -159,6 +159,12 @@ def of_this_start(layer: Layer) -> Layer:
     return Layer(layer.source, {key: layer.values[key] for key in _OF_A_START if key in layer.values})
 
 
+def for_one_host(layer: Layer) -> Layer:
+    """Return a layer without the keys that are for several hosts only."""
+    values = {key: value for key, value in layer.values.items() if key not in (*OWN_KEYS, *NETWORK_KEYS)}
+    return dataclasses.replace(layer, values=values)
+
+
 def read_command_line(arguments: list[str]) -> Layer:
     """Read arguments such as 'learning_rate=0.02' and 'run_name=2026-11-28', whose values are YAML or text.
 

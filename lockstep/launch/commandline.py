@@ -10,7 +10,7 @@ from lockstep import config as configuration
 from lockstep.backends import devices
 from lockstep.config import COMMAND_LINE, Config, Layer
 from lockstep.config.hosts import torchrun_keys
-from lockstep.config.layers import of_this_start, with_absolute_paths
+from lockstep.config.layers import for_one_host, of_this_start, with_absolute_paths
 from lockstep.config.rules import settle
 from lockstep.errors import UserError
 from lockstep.files import refusing_unusable_paths, working_directory
@@ -64,10 +64,12 @@ def parse_arguments(description: str, standard: Path, command: str | None = None
     working_directory()  # paths are relative to it
     overrides = configuration.read_command_line([*unknown, *arguments.overrides])
     layers = [configuration.read_yaml(arguments.spec)] if arguments.spec else []
-    layers.append(Layer("torchrun", torchrun_keys(os.environ, overrides.values)))
-    layers.append(overrides)
+    by_torchrun = torchrun_keys(os.environ, overrides.values)
+    layers += [Layer("torchrun", by_torchrun), overrides]
     base = configuration.read_yaml(arguments.config or default_config(standard.parent))
     layers.insert(0, of_this_start(base))
+    if by_torchrun.get("n_hosts") == 1:  # the same command may have been for several, which are lost
+        base, *layers = map(for_one_host, (base, *layers))
     if overrides.values.get("resume_train") and not arguments.config:
         base = _of_run_to_resume(base, layers)
     config, notes = configuration.resolve([base, *layers])

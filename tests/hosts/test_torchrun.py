@@ -53,6 +53,13 @@ def test_several_launchers_on_a_host_are_refused(program: Program) -> None:
     assert "torchrun: starts 2 launchers on this host: give it --nproc-per-node=1" in running.last_line()
 
 
+def test_keys_of_several_hosts_do_not_end_a_run_of_which_one_host_is_left(program: Program) -> None:
+    environment = {**os.environ, **VARIABLES, "WORLD_SIZE": "1", "RANK": "0"}
+    keys = ("network=gloo", "network_dtype=bfloat16", "host_address=127.0.0.1", "resume_train=auto")
+    for n_epochs in (1, 2):  # the second one resumes
+        program.run(f"n_epochs={n_epochs}", "devices=[cpu]", *keys, environment=environment)
+
+
 class Torchrun:
     """torchrun on what counts as several hosts, each with its own weights_dir."""
 
