@@ -96,21 +96,23 @@ class LogicalRankSums:
         self._begin = self._floats.clone()
         self._counts = [(count, count.clone()) for count in self._arena.counts]
         self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._fixed = [(name, p, p._version) for name, p in self._named if not p.requires_grad]
+        self._versions = [(name, p, p._version) for name, p in self._named]
         self._first = self._next = first
         self._n_waiting = 0
 
-    def check_fixed(self) -> None:
-        """Check that no pass of this step has changed a parameter that is not trained.
+    def check_unchanged(self) -> None:
+        """Check that no pass of this step has changed a parameter.
 
         Raises:
             UserError: One has, once for each logical rank of this trainer.
         """
-        for name, value, version in self._fixed:
+        for name, value, version in self._versions:
             if value._version != version:
+                is_trained = value.requires_grad
+                cure = "Compute with a changed copy" if is_trained else "Make it a buffer (register_buffer)"
                 raise UserError(
-                    f"the model's {name} is not trained and is changed by its forward pass, which a step "
-                    "calls once for each of the logical_ranks. Make it a buffer (register_buffer)."
+                    f"the model's {name} is a parameter and is changed by its forward pass, which a step "
+                    f"calls once for each of the logical_ranks. {cure}."
                 )
 
     def begin_rank(self, has_images: bool) -> None:

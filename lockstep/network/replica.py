@@ -343,7 +343,7 @@ class Replica(Program, CheckedGradients):
             if number == checked:
                 digest = self._rank_sums.digest()
             self._rank_sums.end_rank()
-        self._rank_sums.check_fixed()
+        self._rank_sums.check_unchanged()
         if self.recheck and checked is not None:
             self.recheck.compare(order, bounds, checked, digest)
 

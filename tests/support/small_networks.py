@@ -62,6 +62,15 @@ class _GroupNorm(nn.Module):
         return F.group_norm(x, 2, self.weight, self.bias)
 
 
+class Normalizing(TwoHeads):
+    """TwoHeads that normalizes the weights of its output in every forward pass, also in evaluation."""
+
+    def forward(self, images: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.fc.weight.div_(self.fc.weight.norm(dim=1, keepdim=True))
+        return super().forward(images)
+
+
 class SmoothNet(smallnet.Model):
     """smallnet with tanh instead of ReLU and average instead of maximum pooling."""
 

@@ -66,9 +66,17 @@ def test_a_teacher_of_buffers_has_the_same_bits_and_one_of_parameters_is_refused
     as_buffer = {**keys, "model_args": {"as_buffer": True}}
     one, two = (train(n, data, tmp_path / str(n), **as_buffer) for n in (1, 2))
     assert_same(one, two)
+    message = "the model's teacher is a parameter and is changed .* Make it a buffer"
     for n_trainers in (1, 4):
-        with pytest.raises(AssertionError, match="the model's teacher is not trained and is changed"):
+        with pytest.raises(AssertionError, match=message):
             train(n_trainers, data, tmp_path / f"refused {n_trainers}", **keys)
+
+
+def test_weights_that_a_forward_pass_normalizes_are_refused(data: Path, tmp_path: Path) -> None:
+    """They would be rounded once for each logical rank of their trainer, so bits would depend on these."""
+    keys = {**KEYS, "n_epochs": 1, "model": "small_networks:Normalizing", "logical_ranks": 4}
+    with pytest.raises(AssertionError, match=r"the model's fc.weight .* Compute with a changed copy"):
+        train(2, data, tmp_path, **keys)
 
 
 def test_another_tree_has_other_bits(data: Path, tmp_path: Path) -> None:
