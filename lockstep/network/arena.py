@@ -6,6 +6,7 @@ trainer computes the same ones.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -217,6 +218,17 @@ class Arena:
         weights = weights[0 if self._unfreezes else self.n_frozen :]
         averages[: len(weights)].lerp_(weights, 1 - decay)
         averages[len(weights) :].lerp_(buffers, 1 - decay)
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Restore weights, buffers and averages after the block, in which forward passes may change them."""
+        kinds = ("weights/", "buffers/", "ema/")
+        before = [(each, each.clone()) for name, each in self.state().items() if name.startswith(kinds)]
+        try:
+            yield
+        finally:
+            for each, value in before:
+                each.copy_(value)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor's bytes, in which any differing bit shows."""

@@ -61,14 +61,15 @@ class Validator:
         self._program.begin_validation()
         sums = torch.zeros(3, dtype=torch.float64, device=self._program.device)
         answers: list[torch.Tensor] = []
-        for _ in range(self._n_steps):
-            order = feed.next()
-            self._say(f"{order}: validating")
-            sums += self._program.count_errors(feed.batch(), answers)
-            feed.release()
-            if self._coordinator.any(f"{order}: validated", self._control.poll()):
-                return None  # a resumed run validates again
-            self._reporter.tick(order, self._n_steps)
+        with self._program.arena.restoring():  # trainers may call the network unequally often
+            for _ in range(self._n_steps):
+                order = feed.next()
+                self._say(f"{order}: validating")
+                sums += self._program.count_errors(feed.batch(), answers)
+                feed.release()
+                if self._coordinator.any(f"{order}: validated", self._control.poll()):
+                    return None  # a resumed run validates again
+                self._reporter.tick(order, self._n_steps)
         totals = self._coordinator.sums("validation", sums.tolist())
         errors = [total / self._n_images for total in totals]
         check_finite(errors[0], f"validation of epoch {epoch}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Program, Running
+from conftest import Program, Running, make_folder
 from training_runs import assert_same, newest, train
 
 
@@ -79,3 +79,11 @@ def test_trainers_end_alike(shared_folder: Path, tmp_path: Path) -> None:
     several = train(3, shared_folder, tmp_path / "3", **keys)
     assert newest(tmp_path / "3").stem == "epoch_0002"
     assert_same(several, train(3, shared_folder, tmp_path / "again", **keys))
+
+
+def test_validation_changes_no_weights(tmp_path: Path) -> None:
+    """The second trainer has no image of the last validation minibatch, so it calls the network less."""
+    data = make_folder(tmp_path / "set", n_train=16, n_val=9)
+    keys = {"model": "small_networks:Normalizing", "n_epochs": 2, "double": False}
+    validated = train(2, data, tmp_path / "each", **keys)
+    assert_same(validated, train(2, data, tmp_path / "last", val_freq=2, **keys))
