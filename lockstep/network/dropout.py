@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lockstep.data.randomness import Purpose, generator
@@ -48,11 +49,8 @@ class SampleDropout(nn.Dropout):
                 f"the model's dropout layer {self.layer} is in training mode outside of a training step, "
                 "where its samples have no masks: call F.dropout there"
             )
-        if len(x) % len(self.keys):
-            raise UserError(
-                f"the model's dropout layer {self.layer} gets {len(x)} rows for a batch of {len(self.keys)}. "
-                "The first dimension must be the batch's, or each sample's parts one after another."
-            )
+        if len(x) % len(self.keys):  # rows of something else, such as positions
+            return F.dropout(x, self.p)
         place = self.layer, self._next_call()
         if self.kernel is not None and self.kernel.takes(x, self.keys):
             y: torch.Tensor = _DropoutInKernel.apply(x, self, place)  # type: ignore[no-untyped-call]

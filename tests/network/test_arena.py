@@ -355,5 +355,13 @@ def test_dropout_takes_rows_that_are_parts_of_a_sample() -> None:
     dropout.set_keys(layers, torch.tensor([2], dtype=torch.int32))
     assert torch.equal(net(torch.ones(3, 10)), folded[3:])
     dropout.set_keys(layers, torch.tensor([1, 2], dtype=torch.int32))
-    with pytest.raises(UserError, match="5 rows for a batch of 2"):
-        net(torch.ones(5, 10))
+
+
+def test_dropout_of_other_rows_than_the_batchs_is_torchs() -> None:
+    """Tables of relative positions have dropout in timm's vit_relpos and swinv2_cr."""
+    net, rows = nn.Sequential(nn.Dropout(0.5)), torch.ones(5, 10)
+    dropout.set_keys(dropout.install(net), torch.tensor([1, 2], dtype=torch.int32))
+    torch.manual_seed(3)
+    dropped = net(rows)
+    torch.manual_seed(3)
+    assert torch.equal(dropped, torch.nn.functional.dropout(rows, 0.5))
