@@ -30,6 +30,14 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_all() -> None:
     assert all(name in refused.stderr for name in BENCHMARKS)
 
 
+def test_the_benchmarks_start_without_packages_of_setup_test() -> None:
+    hidden = "import sys; sys.modules['hickle'] = None; import benchmarks.__main__"
+    done = subprocess.run(
+        [sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True, timeout=limit(60)
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_changing_measures_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of 2: the loader makes images of the network's size."""
     monkeypatch.setattr(changing, "BATCH", 2)
