@@ -162,7 +162,10 @@ def draw_augmented(words: argparse.Namespace, keys: dict[str, Any]) -> None:
     if not (1 <= rows <= dataset.image_shape[0] and 1 <= columns <= dataset.image_shape[1]):
         stored = " x ".join(map(str, dataset.image_shape[:2]))
         given_size = f"{rows} x {columns}"
-        raise UserError(f"--crop: {given_size} does not fit into images of {stored} pixels. Set --crop.")
+        raise UserError(
+            f"--crop: {given_size} does not fit into images of {stored} pixels. "
+            f"Set --crop to a number from 1 to {shortest}."
+        )
     out = words.out or words.folder / "inspect"
     out.mkdir(parents=True, exist_ok=True)
     draw_augmented_sheet(config, dataset, (rows, columns)).save(out / "augmented.png")

@@ -75,7 +75,7 @@ def test_inspect_draws_it_with_the_keys_of_file_and_command_line(
     assert (np.asarray(Image.open(tmp_path / "augmented.png")) == np.asarray(expected)).all()
     for more, message in (
         (["--augmented", "crop=paded"], "did you mean 'padded'?"),
-        (["--augmented", "--crop", "37"], "--crop: 37 x 37 does not fit into images of 36 x 36 pixels"),
+        (["--augmented", "--crop", "37"], "36 x 36 pixels. Set --crop to a number from 1 to 36."),
         (["crop=padded"], "keys and --config are for --augmented, which is missing"),
     ):
         assert inspect_data.main([*given, *more]) == 2
