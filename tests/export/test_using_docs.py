@@ -83,5 +83,6 @@ def test_an_example_runs(title: str, code: str, place: Path) -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 0, done.stderr
+    assert "UserWarning" not in done.stderr, done.stderr
     if title == "A .safetensors file":
         assert done.stdout.split()[0] in ("cat", "dog", "emu")
