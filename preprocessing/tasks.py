@@ -98,7 +98,8 @@ class ImageBatch:
             except BadImage as error:
                 if self.on_error == "stop":
                     raise UserError(
-                        f"{source.place}: can't be used: {error} (--on-error skip or replace continues)"
+                        f"{source.place}: can't be used: {error} (--on-error skip or replace continues; "
+                        "with --layout c01b, replace only)"
                     ) from error
                 is_unread = isinstance(error, UnreadImage)
                 bad.append(Bad(row, source.place, str(error), None, is_unread))

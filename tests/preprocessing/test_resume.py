@@ -263,7 +263,8 @@ def test_bad_pictures_are_skipped_and_listed(
 ) -> None:
     folder = tmp_path / "set"
     assert make(with_bad_ones, folder) == 2
-    assert ".JPEG: can't be used: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert ".JPEG: can't be used: " in said and "with --layout c01b, replace only" in said
     assert make(with_bad_ones, folder, "--on-error", "skip") == 0  # resumes
     assert_labels_match(folder, 43, 19)
     report = (folder / "misc" / "bad_pictures.txt").read_text().splitlines()
