@@ -127,8 +127,10 @@ def combine(parts: Sequence[RankPart], caller: int, number: int, mode: str | Non
 
 
 def _concatenate(values: list[np.ndarray], what: str) -> np.ndarray:
+    filled = [value for value in values if value.size] or values  # an empty one may be torch.tensor([])
+    dtype = np.result_type(*(value.dtype for value in filled))
     try:
-        return np.concatenate(values)
+        return np.concatenate(values, dtype=dtype, casting="unsafe")
     except ValueError as error:
         shapes = ", ".join(str(shape) for shape in dict.fromkeys(value.shape for value in values))
         raise ValueError(

@@ -141,6 +141,20 @@ def test_parts_of_several_dtypes_and_shapes(ranks: int) -> None:
         g(x)
 
 
+def test_an_empty_part_leaves_the_dtype_of_the_others(ranks: int) -> None:
+    def positive(x):
+        return torch.tensor([int(number) for number in x if number > 0], device=x.device)  # float32 if empty
+
+    f = synk.function(positive, "gather")
+    synk.distribute()
+    x = np.arange(-4, 5)
+    for data in (x, -x, 2**60 + x, -abs(x)):
+        for n_slices in (1, 3):
+            found, expected = f(data, num_slices=n_slices), data[data > 0]
+            assert found.dtype == (expected.dtype if len(expected) else np.float32)
+            assert np.array_equal(found, expected)
+
+
 def test_large_outputs_fold_where_they_are(ranks: int) -> None:
     """On GPUs those of a megabyte and more stay there until they are folded."""
     size = 300_000
