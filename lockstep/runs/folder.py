@@ -113,7 +113,8 @@ def open_run(config: Config, n_train: int, dataset: str = "", class_names: Seque
         notes.append(f"{changed}; the run continues with the changed file")
     branch = folder_after(folder, start.state.name)
     if config.load_epoch != "latest" and branch != folder:
-        _make_folder(branch)
+        again = f"pretrained={folder} pretrained_epoch={config.load_epoch} pretrained_part=whole"
+        _make_folder(branch, f"{again} and a run_name go another way from there")
         notes.append(f"{folder} has newer checkpoints; this run goes to {branch}")
         return RunFolder(branch, start, notes, _lock(branch))
     return RunFolder(folder, start, notes, lock)
@@ -214,8 +215,8 @@ def make_folder_named_by_time(parent: Path, model: str) -> Path:
     raise AssertionError("never reached")
 
 
-def _make_folder(path: Path) -> None:
-    """Create a run's folder. One without a checkpoint is reused."""
+def _make_folder(path: Path, otherwise: str = "another run_name leaves it alone") -> None:
+    """Create a run's folder. One without a checkpoint is reused; `otherwise` ends the refusal of others."""
     try:
         if path.exists() and ((path / "checkpoints").is_dir() and not records(path)):
             return
@@ -225,8 +226,7 @@ def _make_folder(path: Path) -> None:
             text = "it, or a folder above it, is a link to a folder that does not exist"
             raise UserError(f"{path}: can't be made: {text} (weights_dir in the config)") from None
         raise UserError(
-            f"{path}: already exists; run_name={path.name} resume_train=True resumes it, "
-            "another run_name leaves it alone"
+            f"{path}: already exists; run_name={path.name} resume_train=True resumes it, {otherwise}"
         ) from None
     except OSError as error:
         raise _cant_make(path, error) from error

@@ -562,6 +562,10 @@ def test_a_branch_that_has_saved_nothing_does_not_start_from_scratch(tmp_path: P
     message = "run-from-epoch_0001: was to continue run after epoch 1, and .* run_name=run load_epoch=1"
     with pytest.raises(UserError, match=message):
         open_run(make_config(**{**keys, "run_name": "run-from-epoch_0001"}), 90)
+    checkpoint.save(tmp_path / "run-from-epoch_0001", {"weights/a": torch.zeros(3)}, state)
+    again = f"pretrained={tmp_path}/run pretrained_epoch=1 pretrained_part=whole and a run_name"
+    with pytest.raises(UserError, match=re.escape(again)):
+        open_run(make_config(**keys, load_epoch=1), 90)
 
 
 def test_resuming_on_fewer_classes_names_both_numbers(tmp_path: Path) -> None:
