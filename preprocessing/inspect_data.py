@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         draw_augmented(words, keys)
         return 0
     if words.keys or words.config:
-        raise UserError("keys and --config are for --augmented, which is missing")
+        raise UserError("keys and --config are for --augmented, which is missing. --n_classes is for both.")
     dataset = open_dataset(resolve([Layer("command line", keys)])[0])
     describe(dataset)
     draw(dataset, words)

@@ -76,7 +76,7 @@ def test_inspect_draws_it_with_the_keys_of_file_and_command_line(
     for more, message in (
         (["--augmented", "crop=paded"], "did you mean 'padded'?"),
         (["--augmented", "--crop", "37"], "36 x 36 pixels. Set --crop to a number from 1 to 36."),
-        (["crop=padded"], "keys and --config are for --augmented, which is missing"),
+        (["crop=padded"], "are for --augmented, which is missing. --n_classes is for both."),
     ):
         assert inspect_data.main([*given, *more]) == 2
         assert message in capsys.readouterr().err
