@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 NETWORK_KEYS = ("network", "network_dtype")
 OWN_KEYS = ("host_rank", "rendezvous", "host_address", "rejoin_seconds")  # of a host and its place in the run
+SEVERAL_HOSTS_KEYS = (*OWN_KEYS, *NETWORK_KEYS)
 _RENDEZVOUS = re.compile(r"(?P<address>[^\s:]+|\[[0-9a-fA-F:.]+\]):(?P<port>\d{1,5})")
 _PORTS = range(1, 1 << 16)
 _TORCHRUN_KEYS = ("n_hosts", "host_rank", "rendezvous")
@@ -39,7 +40,7 @@ def show(point: tuple[str, int]) -> str:
 def problems(config: "Config") -> Iterable[tuple[str, str]]:
     """Yield each key that can't work with this number of hosts, and the problem."""
     if config.n_hosts <= 1:
-        for key in (*OWN_KEYS, *NETWORK_KEYS):
+        for key in SEVERAL_HOSTS_KEYS:
             if getattr(config, key) != config.__dataclass_fields__[key].default:
                 yield key, "is for several hosts: it needs n_hosts, the number of hosts"
         return

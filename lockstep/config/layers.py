@@ -12,7 +12,7 @@ import os
 import re
 import typing
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.checks import check
-from lockstep.config.hosts import NETWORK_KEYS, OWN_KEYS
+from lockstep.config.hosts import NETWORK_KEYS, OWN_KEYS, SEVERAL_HOSTS_KEYS
 from lockstep.config.old_keys import RENAMED, did_you_mean, suggestion, translate, with_new_names
 from lockstep.config.schema import Config
 from lockstep.errors import UserError, nearest
@@ -149,9 +149,7 @@ def of_any_place(layer: Layer, hosts: int = 1) -> Layer:
         layer: A run's settings.
         hosts: As for `read_run`.
     """
-    dropped = {*_OF_A_START, *(() if hosts > 1 else NETWORK_KEYS)}
-    values = {key: value for key, value in layer.values.items() if key not in dropped}
-    return Layer(layer.source, values)
+    return _without(layer, {*_OF_A_START, *(() if hosts > 1 else NETWORK_KEYS)})
 
 
 def of_this_start(layer: Layer) -> Layer:
@@ -161,7 +159,11 @@ def of_this_start(layer: Layer) -> Layer:
 
 def for_one_host(layer: Layer) -> Layer:
     """Return a layer without the keys that are for several hosts only."""
-    values = {key: value for key, value in layer.values.items() if key not in (*OWN_KEYS, *NETWORK_KEYS)}
+    return _without(layer, SEVERAL_HOSTS_KEYS)
+
+
+def _without(layer: Layer, keys: Collection[str]) -> Layer:
+    values = {key: value for key, value in layer.values.items() if key not in keys}
     return dataclasses.replace(layer, values=values)
 
 

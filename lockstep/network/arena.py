@@ -6,7 +6,7 @@ trainer computes the same ones.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -219,16 +219,10 @@ class Arena:
         averages[: len(weights)].lerp_(weights, 1 - decay)
         averages[len(weights) :].lerp_(buffers, 1 - decay)
 
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
+    def restoring(self) -> AbstractContextManager[None]:
         """Restore weights, buffers and averages after the block, in which forward passes may change them."""
         kinds = ("weights/", "buffers/", "ema/")
-        before = [(each, each.clone()) for name, each in self.state().items() if name.startswith(kinds)]
-        try:
-            yield
-        finally:
-            for each, value in before:
-                each.copy_(value)
+        return restoring(each for name, each in self.state().items() if name.startswith(kinds))
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each tensor's bytes, in which any differing bit shows."""
@@ -367,3 +361,14 @@ def _difference(name: str, own: torch.Tensor | None, loaded: torch.Tensor | None
         return ""
     theirs, ours = (f"{each.dtype} {tuple(each.shape)}" for each in (loaded, own))
     return f"its '{name}' is {theirs}, this one's is {ours}"
+
+
+@contextmanager
+def restoring(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give tensors back the values after the block that they had before it."""
+    before = [(each, each.clone()) for each in tensors]
+    try:
+        yield
+    finally:
+        for each, value in before:
+            each.copy_(value)

@@ -22,7 +22,7 @@ from lockstep.exchange import Span, padded
 from lockstep.exchange.transport import Transport
 from lockstep.memory import Block
 from lockstep.network import low_precision
-from lockstep.network.arena import Arena
+from lockstep.network.arena import Arena, restoring
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,15 @@ def _try_out(
         calls.setdefault(module, []).append((output.shape[:-1].numel(), output.dtype))
 
     dtype, training = next(model.parameters()).dtype, model.training
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with ExitStack() as stack:
         for module in model.modules():
             if type(module) is nn.Linear:
                 stack.callback(module.register_forward_hook(record).remove)
-        for context in (torch.no_grad(), torch.random.fork_rng([])):
+        for context in (torch.no_grad(), torch.random.fork_rng([]), restoring(model.buffers())):
             stack.enter_context(context)
         stack.enter_context(low_precision.autocast(config, torch.device("cpu")))
         model.train()(torch.zeros(_N_TRIED, config.n_channels or 3, *size, dtype=dtype))
     model.train(training)
-    for buffer, before in buffers:
-        buffer.copy_(before)
     return calls
 
 

@@ -19,7 +19,7 @@ from lockstep.data.sampling import share
 from lockstep.errors import UserError
 from lockstep.exchange.tree import Node, maximal_subtrees, n_sums
 from lockstep.loading import Batch
-from lockstep.network.arena import Arena
+from lockstep.network.arena import Arena, restoring
 from lockstep.network.gradients import Gradients
 
 
@@ -143,15 +143,10 @@ class LogicalRankSums:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Keep all sums and counts while the block computes one more logical rank; restore them after it."""
-        sums = self._gradients.flat.clone()
-        counts = [(count, count.clone()) for count, _ in self._counts]
-        self._gradients.clear()
-        self._restore_buffers()
-        try:
+        with restoring([self._gradients.flat, *(count for count, _ in self._counts)]):
+            self._gradients.clear()
+            self._restore_buffers()
             yield
-        finally:
-            self._gradients.flat.copy_(sums)
-            _copy_all(counts)
 
     def end_rank(self) -> None:
         """Take the sums that are complete now, so that the block of gradients begins with the last one."""
