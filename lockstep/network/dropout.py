@@ -49,8 +49,8 @@ class SampleDropout(nn.Dropout):
                 f"the model's dropout layer {self.layer} is in training mode outside of a training step, "
                 "where its samples have no masks: call F.dropout there"
             )
-        if len(x) % len(self.keys):  # rows of something else, such as positions
-            return F.dropout(x, self.p)
+        if _is_batched(x) or not x.dim() or len(x) % len(self.keys):
+            return F.dropout(x, self.p)  # the rows are not samples: they are positions, or a part of one
         place = self.layer, self._next_call()
         if self.kernel is not None and self.kernel.takes(x, self.keys):
             y: torch.Tensor = _DropoutInKernel.apply(x, self, place)  # type: ignore[no-untyped-call]
@@ -70,6 +70,15 @@ class SampleDropout(nn.Dropout):
             return 0
         self.n_calls += 1
         return self.n_calls - 1
+
+
+def _is_batched(x: torch.Tensor) -> bool:
+    """Return whether torch.func.vmap hides a dimension of x: its `randomness` then decides about masks."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_batchedtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
 
 
 class _DropoutInKernel(torch.autograd.Function):

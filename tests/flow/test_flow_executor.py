@@ -1478,6 +1478,21 @@ def test_dropout_in_a_list_of_the_model_rests_in_evaluation() -> None:
         torch.testing.assert_close(made.evaluate(loss, batch(6))["loss"], wanted.detach())
 
 
+@pytest.mark.parametrize("randomness", ["different", "same"])
+def test_vmap_decides_which_samples_share_a_dropout_mask(randomness: str) -> None:
+    """Eight features of one of four samples looked like two rows of each: all samples had the same mask."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Flatten(0))
+
+    def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        y = torch.func.vmap(model, randomness=randomness)(x)
+        return y.mean(), {"zeros": y == 0}
+
+    executor = flow.ParallelExecutor(model, loss, lambda p: torch.optim.SGD(p, 0.1), flow.cpus(1))
+    for n_samples in (4, 3):
+        zeros = executor.run({"x": torch.randn(n_samples, 8)}, fetch=["zeros"])["zeros"]
+        assert (zeros == zeros[0]).all().item() == (randomness == "same"), n_samples
+
+
 def test_dropout_that_an_evaluation_switches_on_is_refused() -> None:
     """It was not found as an nn.Dropout: all samples of Monte Carlo dropout were equal."""
 
