@@ -20,6 +20,7 @@ from lockstep.api.arguments import as_yaml
 from lockstep.api.run import RECORDS, Event, Run, events
 from lockstep.config.hosts import torchrun_keys
 from lockstep.errors import UserError
+from lockstep.launch.children import describe_exit
 from lockstep.launch.console import SEND_BAR, BarState, ProgressBar, read_bar_line
 from lockstep.objects import Kind
 from lockstep.runs.folder import folder_after, log_name
@@ -159,7 +160,9 @@ class Launch:
             return Run(self._folder, status == 0, self._passed)
         self._remove_empty_folder()
         text = commands.without_name(self._last_line)
-        raise UserError(text) if status == 2 else RunFailed(text or f"the run ended with status {status}")
+        if not text or (status < 0 and text == self._last_line):  # no process had the time to say more
+            text = f"the run's launcher {describe_exit(status)}"
+        raise UserError(text) if status == 2 else RunFailed(text)
 
     def _remove_empty_folder(self) -> None:
         """Remove the folder if it was made for the name, and nothing was written."""

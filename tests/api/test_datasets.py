@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -205,6 +206,13 @@ class Crashing(Squares):
         os.abort()
 
 
+class Orphaning(Squares):
+    """A dataset that kills the launcher of its run."""
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getppid(), signal.SIGKILL)
+
+
 class Endless:
     def __iter__(self) -> Any:
         return iter(())
@@ -227,6 +235,12 @@ def test_what_is_no_dataset_is_named(data: Any, error: type[Exception], message:
     with pytest.raises(error, match=message):
         train(tmp_path, (data, Squares(33, 1)))
     assert not list((tmp_path / "runs").glob("*"))
+
+
+@pytest.mark.new_interpreter
+def test_a_killed_launcher_is_named(tmp_path: Path) -> None:
+    with pytest.raises(lockstep.RunFailed, match="the run's launcher was killed by SIGKILL"):
+        train(tmp_path, (Orphaning(9, 0), Squares(33, 1)))
 
 
 class Sizes(Squares):
