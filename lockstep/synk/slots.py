@@ -48,12 +48,15 @@ def find_slots(team: Team, shareds: Sequence[Shared], sizes: Sequence[int]) -> t
 
 
 def find_memory(team: Team) -> dict[range, str]:
-    """Return the names of the shared variables by the addresses of their slots in this process."""
+    """Return the names of the shared variables by the addresses of their values in this process."""
     found = {}
     for shared in team.context.shareds.values():
         if shared.slot is not None:
             first = shared.view(team.context.blocks, team.rank, (0,)).ctypes.data
             found[range(first, first + shared.slot.n_bytes)] = shared.name
+        if hasattr(shared.parts[0], "data_ptr"):  # a tensor, which may have left its slot
+            first = shared.parts[0].data_ptr()
+            found[range(first, first + shared.n_bytes)] = shared.name
     return found
 
 

@@ -65,6 +65,23 @@ def test_a_view_of_a_shared_tensor_is_not_shared_again(ranks: int) -> None:
     assert tensor.tolist() == [1, 1, 0, 0]
 
 
+def test_a_view_of_a_shared_tensor_that_left_its_slot_is_refused(ranks: int) -> None:
+    tensor = synk.share(torch.zeros(4))
+
+    def double() -> None:
+        tensor.data = tensor * 2
+
+    f = synk.function(double, None, updates=[tensor])
+    synk.distribute()
+    f()
+    view = tensor.data[1:]
+    with pytest.raises(ValueError, match="a tensor is a view of 'tensor"):
+        synk.share(view)
+    synk.function(lambda: view.sum() * 1, "sum", name="f")
+    with pytest.raises(TypeError, match="a tensor is a view of 'tensor"):
+        synk.distribute()
+
+
 @pytest.mark.parametrize("both", [False, True])
 def test_a_buffer_of_two_modules_that_one_of_them_replaces_is_replaced_in_that_one_only(
     ranks: int, both: bool
