@@ -70,9 +70,6 @@ class Array(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if private.is_traced():
-            what = "a trace of torch's (make_fx, torch.func.linearize) would take an array for a constant"
-            raise UserError(f"{placement.user_line()}: {what}: give it array.tensor()")
         return record(function, args, kwargs or {})
 
     @property
@@ -244,6 +241,9 @@ def record(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         Exception: torch's own, for shapes that do not fit.
     """
     graph.check_not_ending()
+    if private.is_traced():
+        what = "a trace of torch's (make_fx, torch.func.linearize) would take an array for a constant"
+        raise UserError(f"{placement.user_line()}: {what}: give it array.tensor() outside of flow.device")
     called, function = function, instead_of(function)
     kind = traits_of(function)
     if args and type(args[0]) in (int, float, complex) and (kind.view or called is not function):

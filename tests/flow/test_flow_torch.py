@@ -471,8 +471,12 @@ def test_operations_that_consist_of_others_in_inference_mode(device: Cpu) -> Non
 def test_a_trace_that_would_take_an_array_for_a_constant_is_refused(device: Cpu) -> None:
     x = torch.ones(3)
     assert torch.func.linearize(torch.sin, x)[1](x).allclose(x.cos())
-    with pytest.raises(UserError, match=r"would take an array for a constant: give it array.tensor\(\)"):
+    refused = r"would take an array for a constant: give it array.tensor\(\) outside of flow.device"
+    with pytest.raises(UserError, match=refused):
         torch.func.linearize(torch.sin, flow.array(x))
+    for given in (x, flow.array(x)):
+        with flow.device(device), pytest.raises(UserError, match=refused):
+            torch.func.linearize(torch.sin, given)[1](x)
 
 
 def test_attention_leaves_ordinary_random_numbers_alone() -> None:
