@@ -74,11 +74,13 @@ class SampleDropout(nn.Dropout):
 
 def _is_batched(x: torch.Tensor) -> bool:
     """Return whether torch.func.vmap hides a dimension of x: its `randomness` then decides about masks."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_batchedtensor(x):
-            return True
-        x = torch._C._functorch.get_unwrapped(x)
-    return False
+    functorch = torch._C._functorch
+    while not functorch.is_batchedtensor(x):
+        # torch.compile can't trace more than the first question: it finds a vmap of the layer itself.
+        if torch.compiler.is_compiling() or not functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = functorch.get_unwrapped(x)
+    return True
 
 
 class _DropoutInKernel(torch.autograd.Function):
