@@ -126,6 +126,11 @@ def memory_state(tensor: torch.Tensor) -> Any:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the values are those in memory, in order: of no transposed or conjugate view."""
+    return tensor.is_contiguous() and not tensor.is_conj()
+
+
 def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:
     """Raise ValueError if a tensor was cast after share(): the other ranks have it in the former dtype."""
     if tensor.dtype != shared:

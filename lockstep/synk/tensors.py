@@ -21,6 +21,7 @@ from lockstep.synk.storage import (
     SharedStorage,
     check_dtype,
     choose_rows,
+    is_plain,
     make_storage,
     memory_state,
 )
@@ -122,7 +123,7 @@ class SharedTensor(TensorShared):
 
     def sync_objects(self) -> Sequence[Callable[[], None]]:
         check_dtype(self.name, self.parts[0], self._dtype)
-        if self.parts[0].data_ptr() == self._address:
+        if self.parts[0].data_ptr() == self._address and not self.parts[0].is_conj():
             return ()
         with torch.inference_mode(False):  # the program has set `data`, maybe to a view of an input
             return [partial(self._point_to, self.parts[0].detach().clone())]
@@ -136,7 +137,7 @@ class SharedTensor(TensorShared):
         return tuple(self.parts[0].shape)
 
     def get(self) -> np.ndarray:
-        return self.storage.read(self.parts[0].detach())
+        return self.storage.read(self.parts[0].detach().resolve_conj())
 
     def put(self, value: np.ndarray) -> None:
         self._point_to(self.storage.store(value))
@@ -280,12 +281,12 @@ class SharedWeights(_FlatVector):
             strict: Raise ValueError if a parameter has another shape now; else leave it where it is.
         """
         addresses = list(map(torch.Tensor.data_ptr, self.params))
-        if addresses == self._addresses and all(map(torch.Tensor.is_contiguous, self.params)):
+        if addresses == self._addresses and all(map(is_plain, self.params)):
             return []  # the usual case, at every call
         fitting: list[Callable[[], None]] = []
         parts = self._cut()
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if param.data_ptr() == address and param.is_contiguous():
+            if param.data_ptr() == address and is_plain(param):
                 continue
             now, before = tuple(param.shape), tuple(self.shapes[index])
             if now == before:
@@ -301,9 +302,8 @@ _Place = tuple[weakref.ref[torch.nn.Module], str]  # a module that has a buffer,
 class SharedBuffers(SharedWeights):
     """The buffers of a module that have one dtype, as one vector.
 
-    They need not be declared as updates: a sliced call continues with them from slice to slice. A module may
-    replace a buffer (`self.mean = ...`). Its value is then copied into the vector, and the buffer put back.
-    Where the shapes differ, the module keeps the new one.
+    They need not be declared as updates: a sliced call continues with them from slice to slice. A buffer that
+    a module replaces (`self.mean = ...`) is copied into the vector and put back, or kept if shapes differ.
     """
 
     def __init__(self, name: str, params: Sequence[torch.Tensor], storage: SharedStorage) -> None:
@@ -456,7 +456,7 @@ class SharedGradients(_FlatVector):
                 f"{self.name}: a gradient of shape {tuple(param.shape)} is sparse, and a vector of "
                 "gradients is dense. Make the module with sparse=False"
             )
-        if grad.data_ptr() == part.data_ptr() and grad.is_contiguous():  # not a transposed part
+        if grad.data_ptr() == part.data_ptr() and is_plain(grad):
             return None
         is_inside = 0 <= grad.data_ptr() - self._flat.data_ptr() < self._flat.nbytes
         return grad.detach().clone() if is_inside else grad.detach()

@@ -402,6 +402,28 @@ def test_by_rows_needs_a_function_that_updates_the_variable(ranks: int) -> None:
         synk.all_reduce(synk.grads(net), by_rows=True)
 
 
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_a_tensor_that_a_callable_conjugates_lazily_has_the_conjugate_value(
+    ranks: int, num_slices: int
+) -> None:
+    tensor = synk.share(torch.tensor([1 + 2j]))
+    net = synk.share(torch.nn.ParameterList([torch.nn.Parameter(torch.tensor([3 + 4j]))]))
+    net[0].grad = torch.tensor([5 + 6j])
+
+    def conjugate(x: torch.Tensor) -> None:
+        tensor.data, net[0].data = tensor.data.conj(), net[0].data.conj()
+        net[0].grad = net[0].grad.conj()
+
+    shareds = [tensor, synk.weights(net), synk.grads(net)]
+    f = synk.function(conjugate, None, updates=shareds)
+    synk.distribute()
+    synk.broadcast(shareds)  # gradients lie in the vector now
+    f(np.ones(2 * ranks), num_slices=num_slices)
+    values = [each.tolist() for each in synk.gather(shareds)]
+    assert values == [[[value]] * ranks for value in (1 - 2j, 3 - 4j, 5 - 6j)]
+    assert (net[0].item(), net[0].grad.item()) == (3 - 4j, 5 - 6j)
+
+
 def test_views_of_one_tensor_remain_views_on_all_ranks(ranks: int) -> None:
     whole = torch.zeros(4)
     views = list(whole.split(2))
