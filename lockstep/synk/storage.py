@@ -1,7 +1,7 @@
 """The memory of a shared tensor on one rank: host memory, or a block on the rank's GPU."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,9 +126,14 @@ def memory_state(tensor: torch.Tensor) -> Any:
     return version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the values are those in memory, in order: of no transposed or conjugate view."""
-    return tensor.is_contiguous() and not tensor.is_conj()
+def are_plain(tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> bool:
+    """Return whether tensors of one dtype have these shapes, and the values in their memory, in order.
+
+    A transposed and a conjugate view have other values. Called with all parameters at every call.
+    """
+    if tensors and tensors[0].is_complex() and any(map(torch.Tensor.is_conj, tensors)):
+        return False
+    return list(map(torch.Tensor.size, tensors)) == shapes and all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def check_dtype(name: str, tensor: torch.Tensor, shared: torch.dtype) -> None:

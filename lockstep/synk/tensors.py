@@ -19,9 +19,9 @@ from lockstep.synk.storage import (
     DeviceStorage,
     HostStorage,
     SharedStorage,
+    are_plain,
     check_dtype,
     choose_rows,
-    is_plain,
     make_storage,
     memory_state,
 )
@@ -281,12 +281,12 @@ class SharedWeights(_FlatVector):
             strict: Raise ValueError if a parameter has another shape now; else leave it where it is.
         """
         addresses = list(map(torch.Tensor.data_ptr, self.params))
-        if addresses == self._addresses and all(map(is_plain, self.params)):
+        if addresses == self._addresses and are_plain(self.params, self.shapes):
             return []  # the usual case, at every call
         fitting: list[Callable[[], None]] = []
         parts = self._cut()
         for index, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if param.data_ptr() == address and is_plain(param):
+            if param.data_ptr() == address and are_plain([param], [self.shapes[index]]):
                 continue
             now, before = tuple(param.shape), tuple(self.shapes[index])
             if now == before:
@@ -456,7 +456,7 @@ class SharedGradients(_FlatVector):
                 f"{self.name}: a gradient of shape {tuple(param.shape)} is sparse, and a vector of "
                 "gradients is dense. Make the module with sparse=False"
             )
-        if grad.data_ptr() == part.data_ptr() and is_plain(grad):
+        if grad.data_ptr() == part.data_ptr() and are_plain([grad], [part.shape]):
             return None
         is_inside = 0 <= grad.data_ptr() - self._flat.data_ptr() < self._flat.nbytes
         return grad.detach().clone() if is_inside else grad.detach()

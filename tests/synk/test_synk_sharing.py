@@ -402,6 +402,21 @@ def test_by_rows_needs_a_function_that_updates_the_variable(ranks: int) -> None:
         synk.all_reduce(synk.grads(net), by_rows=True)
 
 
+def test_a_parameter_that_a_callable_cuts_in_its_memory_is_refused_by_collectives(ranks: int) -> None:
+    """A collective would otherwise give the parameter its former shape again."""
+    net = synk.share(make_net())
+
+    def cut() -> None:
+        for parameter in net.parameters():
+            parameter.data = parameter.data[:2]
+
+    f = synk.function(cut, None, updates=[synk.weights(net)])
+    synk.distribute()
+    f()
+    with pytest.raises(ValueError, match=r"a tensor of shape \(2, 4\) had shape \(3, 4\) at share"):
+        synk.broadcast(synk.weights(net))
+
+
 @pytest.mark.parametrize("num_slices", [1, 2])
 def test_a_tensor_that_a_callable_conjugates_lazily_has_the_conjugate_value(
     ranks: int, num_slices: int
