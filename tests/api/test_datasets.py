@@ -237,6 +237,7 @@ def test_what_is_no_dataset_is_named(data: Any, error: type[Exception], message:
     assert not list((tmp_path / "runs").glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.new_interpreter
 def test_a_killed_launcher_is_named(tmp_path: Path) -> None:
     with pytest.raises(lockstep.RunFailed, match="the run's launcher was killed by SIGKILL"):

@@ -30,6 +30,7 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_all() -> None:
     assert all(name in refused.stderr for name in BENCHMARKS)
 
 
+@pytest.mark.slow
 def test_the_benchmarks_start_without_packages_of_setup_test() -> None:
     hidden = "import sys; sys.modules['hickle'] = None; import benchmarks.__main__"
     done = subprocess.run(

@@ -122,6 +122,7 @@ def test_without_a_gpu_all_else_is_measured(doctor: Doctor) -> None:
     check_expectation(doctor.sections[LOADING], "from the page cache, then", table)
 
 
+@pytest.mark.slow
 def test_what_is_broken_or_given_wrongly_is_a_line_and_the_rest_goes_on(
     doctor: Doctor, tmp_path: Path
 ) -> None:

@@ -852,6 +852,7 @@ def test_leaving_with_work_pending() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_program_that_waits() -> None:
     program = (
         "import signal, time\nfrom lockstep import flow\n"

@@ -861,6 +861,7 @@ def test_processes_at_different_exchanges_are_told_so(tmp_path: Path) -> None:
     assert makes.startswith("group: this process makes an executor and the group's process 0 begins a step")
 
 
+@pytest.mark.slow
 def test_processes_that_run_executors_in_different_orders_are_refused(tmp_path: Path) -> None:
     """Each took the gradients of the other executor, without a word, if their shapes were equal."""
     (messages, models), (others, other_models) = two_processes(tmp_path, "", SWAPPED)

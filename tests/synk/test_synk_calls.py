@@ -405,6 +405,7 @@ print(float(f(np.ones(4))))
     assert done.stdout == "8.0\n4.0\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_call_within_a_callable_is_refused(two_ranks: None) -> None:
     f, g = distributed(total, total_late)
     for inner in (

@@ -67,6 +67,7 @@ def test_givens_and_constants_and_names_go_over() -> None:
     assert f.name == "given" and f.output_modes == ["sum"]
 
 
+@pytest.mark.slow
 def test_a_callable_reads_the_variable_of_a_graph_that_was_created_after_it() -> None:
     x, total = pt.vector("x"), pytensor.shared(np.zeros(2), name="total")
     read = synk.function(lambda: torch.as_tensor(total.get_value()), "gather")

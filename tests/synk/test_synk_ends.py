@@ -150,7 +150,8 @@ def _raise_elsewhere(error: type[BaseException], home: int) -> None:
         raise error("not here")
 
 
-@pytest.mark.parametrize("on_other_rank", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_other_rank", [True, False])
 def test_an_error_of_pickling_belongs_to_one_call(on_other_rank: bool) -> None:
     with team(2):
         for error in (ValueError, SystemExit, KeyboardInterrupt, GeneratorExit):

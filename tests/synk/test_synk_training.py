@@ -86,7 +86,8 @@ def gradient(params: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> tuple[fl
     return float((error**2).sum(1).mean()), [x.T @ inner, inner.sum(0), hidden.T @ back]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_the_rules_over_25_uneven_steps_are_those_of_one_process(size: int) -> None:
     """All in one test, so that there is one team."""
     with team(size):
